@@ -1,0 +1,424 @@
+"""DPO and its relatives: learn from pairs of a better and a worse answer.
+
+Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation 7:
+
+    L(θ) = −E log σ( β log π(y_w|x)/π_ref(y_w|x) − β log π(y_l|x)/π_ref(y_l|x) )
+
+    python dpo.py                                                               # the demo: offline, under a minute
+    python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen     # your model, your data
+
+The reference π_ref never changes, so its log-probs are computed once, before the policy is loaded, and kept in a file
+that later runs share. There is never a second model in memory.
+
+Data      rows `prompt, chosen, rejected`, or `chosen, rejected` that begin alike, as strings or as chat messages
+          ([{"role": ..., "content": ...}, ...]). Strings get the tokenizer's EOS; chats end as their template ends them.
+          The rpo losses also want the columns `chosen_reward, rejected_reward`.
+Not here  several GPUs, LoRA, a moving reference, resuming.
+Shapes    B pairs in an optimizer batch; whatever the losses see is (B,). w is y_w, the chosen; l is y_l, the rejected.
+Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens | rewards/margins: their
+          difference | rewards/accuracies: share of pairs with a positive margin, ties count 1/2 | logps/chosen,
+          logps/rejected: log π(y|x) | grad_norm before clipping | lr | num_tokens so far. eval_*: the same, held out.
+"""
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import tyro
+
+DEMO = dict(model="demo/model", data="demo/pairs.jsonl", eval_data="demo/pairs_test.jsonl", score="demo/score.py:success", lr=2e-4)
+Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
+               "apo_down", "discopop", "aot", "aot_unpaired", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo"]
+
+
+@dataclass
+class Args:
+    model: str | None = None  # policy: checkpoint folder or hub name (default: the demo's, with its data)
+    data: str | None = None  # pairs: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
+    eval_data: str | None = None  # held-out pairs, in the same formats (default: eval_size prompts of data)
+    eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
+    out: str = "out/dpo"  # folder for the model, metrics.jsonl, args.json and reference_logprobs.pkl
+
+    ref: Literal["cache", "none"] = "cache"  # cache: log-probs computed once, before training; none: no reference, log π_ref = 0
+    ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
+    ref_cache: str | None = None  # file of reference log-probs, completed and shared (default: inside out)
+
+    loss: Loss = "sigmoid"  # sigmoid is DPO; preference_loss is the table
+    beta: float = 0.1  # strength of the pull towards the reference
+    label_smoothing: float = 0.0  # share of pairs presumed mislabelled, for sigmoid (cDPO), robust, exo_pair and aot
+    simpo_gamma: float = 0.5  # simpo's target margin
+    rpo_eta: float = 1.0  # rpo's scale of the data's reward differences
+    sft_weight: float = 0.0  # adds this times −log π(chosen), averaged over its tokens
+
+    steps: int | None = None  # optimizer steps (default: as epochs says)
+    epochs: float = 1.0  # passes over the data
+    batch_size: int = 32  # pairs per optimizer step
+    lr: float | None = None  # peak learning rate (default: 1e-6, for the demo 2e-4)
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
+    warmup: float = 0.1  # share of the steps
+    weight_decay: float = 0.0  # AdamW's
+    max_grad_norm: float = 1.0  # longer gradients are clipped
+    max_length: int = 1024  # tokens of prompt and answer; longer rows are dropped, and counted
+    truncate: bool = False  # cut the beginning of their prompts instead
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward (auto: bfloat16 on CUDA); weights and loss are float32
+    tokens_per_forward: int = 16384  # memory and speed only, never the result
+    gradient_checkpointing: bool = False  # memory and speed only, never the result
+    seed: int = 0  # of data order, held-out split and samples
+
+    eval_every: int | None = None  # steps between evaluations (default: before and after only)
+    samples: int = 64  # held-out prompts answered before and after
+    max_new_tokens: int = 128  # of such an answer
+    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, for these answers
+    show_data: bool = False  # print one example with its trained tokens marked, and stop
+    tensorboard: bool = False  # also write TensorBoard events
+
+
+if __name__ == "__main__":
+    ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
+
+import numpy as np  # noqa: E402  the slow imports come after the command line, so that --help answers at once
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from transformers import GenerationConfig  # noqa: E402
+
+from refcache import (  # noqa: E402
+    BadInput, Diverged, ReferenceCache, checkpoint_digest, completion_logprobs, encode, load_function, load_model, load_tokenizer,
+    micro_batches, parse_pair, peak_memory, save_model, share_prompts, tokenizer_digest, write_whole)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+class Batch(NamedTuple):
+    """What the losses see of B pairs, (B,) each: sums over the tokens of an answer."""
+    logp_w: torch.Tensor  # log π(y_w|x)
+    logp_l: torch.Tensor
+    c: torch.Tensor  # log π(y_w|x) − log π_ref(y_w|x)
+    r: torch.Tensor  # the same of y_l
+    len_w: torch.Tensor  # |y_w| in tokens
+    len_l: torch.Tensor
+    score_w: torch.Tensor  # the data's chosen_reward, else 0
+    score_l: torch.Tensor
+
+
+def preference_loss(loss: str, batch: Batch, beta: float, eps=0.0, gamma=0.5, eta=1.0) -> torch.Tensor:
+    """The loss of every pair, (B,), float32. eps is label smoothing, gamma SimPO's margin, eta RPO's reward scale."""
+    logp_w, logp_l, c, r, len_w, len_l, score_w, score_l = batch
+    log_sigma, sigma = F.logsigmoid, torch.sigmoid
+    z = beta * (c - r)  # the margin between the implicit rewards
+    delta = eta * (score_w - score_l)  # and between the data's
+    def sort(x): return x.sort().values
+    def cdpo(ratio): return -(1 - eps) * log_sigma(beta * ratio) - eps * log_sigma(-beta * ratio)
+    def kl(x, log_q, log_not_q): return sigma(x) * (log_sigma(x) - log_q) + sigma(-x) * (log_sigma(-x) - log_not_q)
+    match loss:
+        case "sigmoid": return -(1 - eps) * log_sigma(z) - eps * log_sigma(-z)  # DPO, equation 7; eps > 0 is cDPO
+        case "hinge": return torch.relu(1 - z)  # SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657
+        case "ipo": return (c / len_w - r / len_l - 1 / (2 * beta)) ** 2  # arXiv:2310.12036 (17), a token, as its authors confirmed
+        case "sigmoid_norm": return -log_sigma(beta * (c / len_w - r / len_l))  # Tülu 3, arXiv:2411.15124 (6)
+        case "robust": return (-(1 - eps) * log_sigma(z) + eps * log_sigma(-z)) / (1 - 2 * eps)  # arXiv:2403.00409
+        case "exo_pair": return kl(z, math.log(1 - eps), math.log(eps))  # arXiv:2402.00856 (16)
+        case "nca_pair": return -log_sigma(beta * c) - 0.5 * log_sigma(-beta * c) - 0.5 * log_sigma(-beta * r)  # arXiv:2402.05369
+        case "bco_pair": return -log_sigma(beta * c) - log_sigma(-beta * r)  # arXiv:2404.04656, without its reward shift
+        case "sppo_hard": return (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2  # arXiv:2405.00675
+        case "apo_zero": return 1 - sigma(beta * c) + sigma(beta * r)  # arXiv:2408.06266
+        case "apo_down": return sigma(beta * c) + 1 - sigma(z)  # the same
+        case "discopop": return (1 - sigma(z / 0.05)) * -log_sigma(z) + sigma(z / 0.05) * torch.exp(-z)  # arXiv:2406.08414
+        case "aot": return cdpo(sort(logp_w - logp_l) - sort((logp_w - c) - (logp_l - r)))  # arXiv:2406.05882: of the whole batch
+        case "aot_unpaired": return cdpo(sort(c) - sort(r))  # the same
+        case "rpo_sq": return (z - delta) ** 2  # Nemotron-4, arXiv:2406.11704
+        case "rpo_bwd_kl": return kl(delta, log_sigma(z), log_sigma(-z))  # the same
+        case "rpo_fwd_kl": return kl(z, log_sigma(delta), log_sigma(-delta))  # the same
+        case "simpo": return -log_sigma(beta * (logp_w / len_w - logp_l / len_l) - gamma)  # arXiv:2405.14734 (6): no reference
+    raise BadInput(f"there is no loss {loss!r}")
+
+
+def objective(batch: Batch, args: Args) -> torch.Tensor:  # (B,)
+    losses = preference_loss(args.loss, batch, args.beta, args.label_smoothing, args.simpo_gamma, args.rpo_eta)
+    return losses - args.sft_weight * batch.logp_w / batch.len_w
+
+
+def metrics(batch: Batch, args: Args) -> dict[str, float]:
+    per_token = args.loss == "simpo"  # its paper's reward
+    reward_w = args.beta * batch.c / (batch.len_w if per_token else 1)
+    reward_l = args.beta * batch.r / (batch.len_l if per_token else 1)
+    margin = reward_w - reward_l
+    accuracy = torch.where(margin.abs() < 1e-5, 0.5, (margin > 0).float())  # a tie, to rounding, counts one half
+    values = {"loss": objective(batch, args), "rewards/chosen": reward_w, "rewards/rejected": reward_l, "rewards/margins": margin,
+              "rewards/accuracies": accuracy, "logps/chosen": batch.logp_w, "logps/rejected": batch.logp_l}
+    return {name: value.mean().item() for name, value in values.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+class Row(NamedTuple):
+    prompt: tuple[int, ...]  # token ids: with an answer's, a key of the cache
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+    score_w: float
+    score_l: float
+    row: dict  # as it stands in the file
+
+
+def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
+    rows = []
+    for prompt, (chosen, rejected), row, where in encode(tokenizer, source, parse_pair, max_length, args.truncate):
+        scores = [row.get("chosen_reward"), row.get("rejected_reward")] if args.loss.startswith("rpo") else [0.0, 0.0]
+        if not all(isinstance(score, (int, float)) and math.isfinite(score) for score in scores):
+            raise BadInput(f"{where}: the loss {args.loss} needs numbers in the columns chosen_reward and rejected_reward")
+        rows.append(Row(prompt, chosen, rejected, *scores, row))
+    return rows
+
+
+def hold_out(rows: list, size: int, seed: int) -> tuple[list, list]:
+    """Splits off the rows of `size` prompts, at most a tenth of them; all rows of a prompt stay on one side."""
+    prompts = sorted({row.prompt for row in rows})
+    held = {prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))[:min(size, len(prompts) // 10)]}
+    return [row for row in rows if row.prompt not in held], [row for row in rows if row.prompt in held]
+
+
+def batch_rows(step: int, n: int, batch_size: int, seed: int) -> list[int]:
+    """The rows of a step (from 1): epoch after epoch of permutations, each a function of (seed, epoch) alone."""
+    places = range((step - 1) * batch_size, step * batch_size)
+    orders = {epoch: np.random.default_rng([seed, epoch]).permutation(n) for epoch in {place // n for place in places}}
+    return [int(orders[place // n][place % n]) for place in places]
+
+
+def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
+    """Share of the peak learning rate at a step (from 1): linear warmup, then constant or towards zero after the last."""
+    if step <= (rise := round(warmup * steps)):
+        return step / rise
+    left = (steps - step + 1) / (steps - rise)  # 1 .. 1 / (steps − rise)
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[schedule]
+
+
+@torch.no_grad()
+def sample(model, tokenizer, prompts: list[tuple], max_new_tokens: int, tokens_per_forward: int, seed: int) -> list[str]:
+    """One answer to each prompt from the model's own distribution: temperature 1, nothing cut off, whatever its config says."""
+    ends = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
+                              eos_token_id=sorted(ends) or None, pad_token_id=tokenizer.pad_token_id or 0)
+    longest, answers = max(map(len, prompts), default=0), []
+    rows = max(1, tokens_per_forward // (longest + max_new_tokens))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for at in tqdm(range(0, len(prompts), rows), desc="sample", leave=False):
+            ids = torch.tensor([[0] * (longest - len(p)) + [*p] for p in prompts[at:at + rows]], device=model.device)  # left-padded
+            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts[at:at + rows]], device=model.device)
+            new = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, longest:]
+            answers += tokenizer.batch_decode(new, skip_special_tokens=True)
+    return answers
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+class Log:
+    """metrics.jsonl, one JSON object a step, and TensorBoard."""
+
+    def __init__(self, out: Path, args: Args):
+        self.history, self.board = [], None
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            write_whole(out / "args.json", json.dumps(asdict(args), indent=2).encode())
+            self.file = open(out / "metrics.jsonl", "w")
+            if args.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+                self.board = SummaryWriter(out)
+        except OSError as error:
+            raise BadInput(f"cannot write into --out {out}: {error}") from None
+        except ImportError:
+            raise BadInput("--tensorboard needs `pip install tensorboard`") from None
+
+    def write(self, values: dict):
+        self.history.append(values)
+        print(json.dumps(values), file=self.file, flush=True)
+        for name, value in values.items() if self.board else ():
+            self.board.add_scalar(name, value, values["step"])
+
+
+def groups(rows: list[Row]) -> list:
+    return [(row.prompt, [row.chosen, row.rejected]) for row in rows]
+
+
+def measure(policy, rows: list[Row], reference: ReferenceCache | None, args: Args) -> tuple[Batch, torch.Tensor]:
+    """What the losses see of some rows, and how far each token's log-prob is from the reference's."""
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        logps = completion_logprobs(policy, groups(rows), args.tokens_per_forward)
+    sums, gaps = [], []
+    for row, (w, l) in zip(rows, logps):
+        ref_w, ref_l = (torch.tensor(reference[row.prompt, y], device=w.device) if reference is not None else torch.zeros(())
+                        for y in (row.chosen, row.rejected))
+        sums.append(torch.stack([w.sum(), l.sum(), (w - ref_w).sum(), (l - ref_l).sum()]))
+        gaps += [(w - ref_w).detach().abs(), (l - ref_l).detach().abs()]
+    known = torch.tensor([[len(row.chosen), len(row.rejected), row.score_w, row.score_l] for row in rows], device=w.device)
+    return Batch(*torch.cat([torch.stack(sums), known.float()], dim=1).unbind(1)), torch.cat(gaps)
+
+
+def backward(policy, rows: list[Row], reference: ReferenceCache | None, args: Args) -> tuple[Batch, torch.Tensor]:
+    """The gradient of the batch's mean loss, one micro-batch after the other; returns what `measure` does."""
+    micros, others = micro_batches(policy, groups(rows), args.tokens_per_forward), None
+    if args.loss.startswith("aot") and len(micros) > 1:  # the loss of a pair depends on the whole batch: look at all of it first
+        with torch.no_grad():
+            others = [measure(policy, [rows[i] for i in micro], reference, args)[0] for micro in micros]
+    seen, gaps = [], []
+    for n, micro in enumerate(micros):
+        batch, gap = measure(policy, [rows[i] for i in micro], reference, args)
+        whole = Batch(*map(torch.cat, zip(*others[:n], batch, *others[n + 1:]))) if others else batch
+        (objective(whole, args).sum() / len(rows)).backward()
+        seen.append(Batch(*(x.detach() for x in batch)))
+        gaps.append(gap)
+    return Batch(*map(torch.cat, zip(*seen))), torch.cat(gaps)
+
+
+@torch.no_grad()
+def evaluate(policy, rows: list[Row], reference: ReferenceCache | None, args: Args) -> dict[str, float]:
+    if not rows:
+        return {}
+    batches = micro_batches(policy, groups(rows), args.tokens_per_forward)
+    parts = [measure(policy, [rows[i] for i in batch], reference, args)[0] for batch in tqdm(batches, desc="evaluate", leave=False)]
+    return {f"eval_{name}": value for name, value in metrics(Batch(*map(torch.cat, zip(*parts))), args).items()}
+
+
+def answer(policy, tokenizer, held: list[Row], score, args: Args) -> tuple[list[str], dict[str, float]]:
+    """Answers to held-out prompts, and their mean score."""
+    asked = list({row.prompt: row for row in held}.values())[:args.samples]
+    texts = sample(policy, tokenizer, [row.prompt for row in asked], args.max_new_tokens, args.tokens_per_forward, args.seed)
+    if not score or not asked:
+        return texts, {}
+    prompts = [parse_pair(row.row, "")[0] for row in asked]
+    completions = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}] for prompt, text in zip(prompts, texts)]
+    columns = {name: [row.row.get(name) for row in asked] for name in asked[0].row if name not in ("prompt", "completions")}
+    scores = score(prompts=prompts, completions=completions, **columns)
+    return texts, {"score of samples": float(np.mean([score for score in scores if score is not None]))}
+
+
+def settle(args: Args) -> Args:
+    """Fills in the defaults that depend on others, and refuses what cannot be meant."""
+    if args.model is None and args.data is None:
+        args = replace(args, **{name: value for name, value in DEMO.items() if getattr(args, name) is None})
+    dtype = args.dtype if args.dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32"
+    smooths, no_reference = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"), args.ref == "none" or args.loss == "simpo"
+    counts = ("batch_size", "tokens_per_forward", "max_length", "max_new_tokens", "steps", "epochs", "beta", "eval_every")
+    for wrong, sentence in (
+        (not (args.model and args.data), "--model and --data go together: give both, or neither for the demo"),
+        (Path(args.out).resolve() == Path(args.model or "").resolve(), "--out is --model's own folder: name another"),
+        (no_reference and (args.ref_model or args.ref_cache), "there is no reference here: leave out --ref_model and --ref_cache"),
+        (args.label_smoothing and args.loss not in smooths, f"--loss {args.loss} has no label smoothing: leave out --label_smoothing"),
+        (not 0 <= args.label_smoothing < 0.5, "--label_smoothing must be at least 0 and less than 0.5"),
+        (args.loss == "exo_pair" and not args.label_smoothing, "--loss exo_pair needs --label_smoothing above 0, such as 0.001"),
+        *((not (getattr(args, name) or 0) > 0 and getattr(args, name) is not None, f"--{name} must be above 0") for name in counts),
+    ):
+        if wrong:
+            raise BadInput(sentence)
+    return replace(args, dtype=dtype, lr=1e-6 if args.lr is None else args.lr, ref="none" if no_reference else args.ref,
+                   ref_model=args.ref_model or args.model, ref_cache=args.ref_cache or f"{args.out}/reference_logprobs.pkl")
+
+
+def load_data(args: Args, tokenizer, max_length: int) -> tuple[list[Row], list[Row]]:
+    train = load_rows(args.data, tokenizer, max_length, args)
+    if args.eval_data:
+        return train, load_rows(args.eval_data, tokenizer, max_length, args)
+    return hold_out(train, args.eval_size, args.seed)
+
+
+def load_reference(args: Args, tokenizer, asked: list, device: str) -> ReferenceCache:
+    """The reference's log-probs of all groups: from the file, and for the rest from the model, which is gone afterwards."""
+    reference = ReferenceCache(reference=checkpoint_digest(args.ref_model), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
+    if Path(args.ref_cache).exists():
+        reference.load(args.ref_cache)
+    with torch.autocast(device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        scored = reference.fill(lambda: load_model(args.ref_model, device), asked, args.tokens_per_forward, args.ref_cache)
+    print(f"reference: {scored} answers scored, the other {len(reference) - scored} known from {args.ref_cache}")
+    return reference
+
+
+def check_start(gaps: torch.Tensor, values: str, args: Args):
+    """Before its first update the policy is the reference: they must agree, to rounding."""
+    print(f"step 0: policy and reference differ by at most {gaps.max():.1e} nats a token; {values}")
+    if not gaps.mean() < {"float32": 1e-4, "bfloat16": 3e-2}[args.dtype]:
+        raise Diverged(f"step 0: policy and reference are the same model, but differ by {gaps.mean():.2g} nats a token on average: "
+                       f"{args.ref_cache} does not hold what it says (delete it), or this model's forward is not deterministic")
+
+
+def report(before: dict, after: dict, tokenizer, held: list[Row], answers: tuple[list[str], list[str]]):
+    """What changed, on held-out data."""
+    for prompt, old, new in list(zip(dict.fromkeys(row.prompt for row in held), *answers))[:3]:
+        print(f"\n{tokenizer.decode(prompt, skip_special_tokens=True).strip()}\n  before  {old}\n  after   {new}")
+    print(f"\n{'held out':28}{'before':>8}{'after':>8}")
+    for name in ("eval_loss", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "score of samples"):
+        if name in before:
+            print(f"{name:28}{before[name]:8.3f}{after[name]:8.3f}")
+
+
+def main(args: Args) -> list[dict]:
+    """Trains, and returns what metrics.jsonl holds: a dict a step."""
+    args = settle(args)
+    device, out = "cuda" if torch.cuda.is_available() else "cpu", Path(args.out)
+    torch.manual_seed(args.seed)
+    score = load_function(args.score) if args.score else None
+    tokenizer, context = load_tokenizer(args.model)
+    train, held = load_data(args, tokenizer, min(args.max_length, context))
+    if args.show_data:
+        marked = (" ".join(f"[{token}]" for token in tokenizer.batch_decode([[i] for i in ids])) for ids in train[0][1:3])
+        print(tokenizer.decode(train[0].prompt), *marked, sep="\n--> ")
+        return []
+    log = Log(out, args)
+
+    # the reference comes first and is gone when the policy comes: there are never two models in memory
+    reference = load_reference(args, tokenizer, groups(train + held), device) if args.ref == "cache" else None
+    policy = load_model(args.model, device, args.gradient_checkpointing)
+    why_not = share_prompts(policy)
+    print(f"policy: {sum(p.numel() for p in policy.parameters()):,} parameters on {device}, {args.dtype} forwards, " +
+          (f"padded rows because {why_not}" if why_not else "every prompt encoded once, no padding"))
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=device == "cuda")
+    batch_size = min(args.batch_size, len(train))
+    steps = args.steps or math.ceil(args.epochs * len(train) / batch_size)
+    answers, scored = answer(policy, tokenizer, held, score, args)
+    before = evaluate(policy, held, reference, args)
+    log.write({"step": 0, **before})
+
+    tokens, start, bar = 0, time.monotonic(), tqdm(range(1, steps + 1), desc="train")
+    for step in bar:
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * lr_factor(step, steps, args.warmup, args.schedule)
+        rows = [train[i] for i in batch_rows(step, len(train), batch_size, args.seed)]
+        batch, gaps = backward(policy, rows, reference, args)
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
+        tokens += sum(len(row.prompt) + len(row.chosen) + len(row.rejected) for row in rows)
+        values = {"step": step, **metrics(batch, args), "grad_norm": grad_norm, "lr": group["lr"], "num_tokens": tokens}
+        if step == 1 and args.ref == "cache" and args.ref_model == args.model:
+            check_start(gaps, f"margin {values['rewards/margins']:.1e}, loss {values['loss']:.4f}" +
+                        (f" (ln 2 = {math.log(2):.4f})" if args.loss == "sigmoid" else ""), args)
+        if not math.isfinite(values["loss"] + grad_norm):
+            raise Diverged(f"step {step}: the loss is {values['loss']} and the gradient's norm {grad_norm}; {out} keeps what it had: "
+                           "lower --lr, or look at this step's rows")
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == steps or args.eval_every and step % args.eval_every == 0:
+            values |= evaluate(policy, held, reference, args)
+        log.write(values)
+        bar.set_postfix_str(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}, "
+                            f"{tokens / (time.monotonic() - start):,.0f} tokens/s, {peak_memory()}")
+
+    save_model(policy, tokenizer, out)
+    new_answers, new_scored = answer(policy, tokenizer, held, score, args)
+    report(before | scored, values | new_scored, tokenizer, held, (answers, new_answers))
+    print(f"\n{steps} steps in {time.monotonic() - start:.0f} s; the model is in {out}")
+    return log.history
+
+
+if __name__ == "__main__":
+    try:
+        main(ARGS)
+    except (BadInput, Diverged) as error:
+        print(f"dpo.py: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, BadInput) else 1)

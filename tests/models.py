@@ -1,0 +1,42 @@
+"""Tiny random models of many architectures: names, and what is special about each of them here."""
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SMALL = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+GPT2 = dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+GEMMA = dict(SMALL, head_dim=8, query_pre_attn_scalar=8)
+
+MODELS = {  # name -> (model type, config, whether its completions may share a prompt)
+    "llama": ("llama", SMALL, True),
+    "llama-tied": ("llama", dict(SMALL, tie_word_embeddings=True), True),
+    "qwen2": ("qwen2", SMALL, True),
+    "qwen3": ("qwen3", dict(SMALL, head_dim=8), True),
+    "mistral": ("mistral", dict(SMALL, sliding_window=None), True),
+    "mistral-window-5": ("mistral", dict(SMALL, sliding_window=5), True),
+    "mistral-window-200": ("mistral", dict(SMALL, sliding_window=200), True),
+    "gpt2": ("gpt2", GPT2, True),
+    "gpt-neox": ("gpt_neox", dict(SMALL, num_key_value_heads=4), True),
+    "phi-head-bias": ("phi", dict(SMALL, num_key_value_heads=4), True),
+    "gemma2-softcaps": ("gemma2", dict(GEMMA, sliding_window=6), False),
+    "gemma3-window-6": ("gemma3_text", dict(GEMMA, sliding_window=6), True),
+    "gemma3-softcap": ("gemma3_text", dict(GEMMA, sliding_window=64, final_logit_softcapping=3.0), True),
+    "cohere-logit-scale": ("cohere", dict(SMALL, logit_scale=0.25), True),
+    "granite-logits-scaling": ("granite", dict(SMALL, logits_scaling=4.0), True),
+    "mamba": ("mamba", dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8, pad_token_id=0, eos_token_id=2), False),
+    "bloom-alibi": ("bloom", dict(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0, eos_token_id=2), False),
+    "falcon": ("falcon", dict(SMALL), False),
+}
+
+
+def make(name, seed=0, attention=None):
+    """A model whose random weights are large enough that every token matters, in eval mode."""
+    model_type, config, _ = MODELS[name]
+    config = AutoConfig.for_model(model_type, **config)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, **({"attn_implementation": attention} if attention else {}))
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if p.dim() > 1: p.mul_(2 if name == "mamba" else 4)  # more, and a recurrence amplifies rounding
+            elif key.endswith("bias"): p.normal_(std=0.3)  # head biases start at zero, which would hide them
+    return model.eval()
