@@ -15,9 +15,9 @@ Data      rows `prompt, chosen, rejected`, or `chosen, rejected` that begin alik
           The rpo losses also want the columns `chosen_reward, rejected_reward`.
 Not here  several GPUs, LoRA, a moving reference, resuming.
 Shapes    B pairs in an optimizer batch; whatever the losses see is (B,). w is y_w, the chosen; l is y_l, the rejected.
-Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens | rewards/margins: their
+Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens (averaged, for simpo) | rewards/margins: their
           difference | rewards/accuracies: share of pairs with a positive margin, ties count 1/2 | logps/chosen,
-          logps/rejected: log π(y|x) | grad_norm before clipping | lr | num_tokens so far. eval_*: the same, held out.
+          logps/rejected: log π(y|x) | grad_norm before clipping | lr | num_tokens so far, a prompt counted once. eval_*: the same, held out.
 """
 import json
 import math
@@ -47,7 +47,7 @@ class Args:
     ref_cache: str | None = None  # file of reference log-probs, completed and shared (default: inside out)
 
     loss: Loss = "sigmoid"  # sigmoid is DPO; preference_loss is the table
-    beta: float = 0.1  # strength of the pull towards the reference
+    beta: float = 0.1  # strength of the pull towards the reference; the losses a token want more: sigmoid_norm 5, simpo 2
     label_smoothing: float = 0.0  # share of pairs presumed mislabelled, for sigmoid (cDPO), robust, exo_pair and aot
     simpo_gamma: float = 0.5  # simpo's target margin
     rpo_eta: float = 1.0  # rpo's scale of the data's reward differences
@@ -62,7 +62,7 @@ class Args:
     weight_decay: float = 0.0  # AdamW's
     max_grad_norm: float = 1.0  # longer gradients are clipped
     max_length: int = 1024  # tokens of prompt and answer; longer rows are dropped, and counted
-    truncate: bool = False  # cut the beginning of their prompts instead
+    truncate: bool = False  # cut the beginning of the prompts of longer rows instead of dropping them
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward (auto: bfloat16 on CUDA); weights and loss are float32
     tokens_per_forward: int = 16384  # memory and speed only, never the result
@@ -87,7 +87,7 @@ from tqdm import tqdm  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, Diverged, ReferenceCache, checkpoint_digest, completion_logprobs, encode, load_function, load_model, load_tokenizer,
+    BadInput, Diverged, ReferenceCache, checkpoint_digest, completion_logprobs, context_length, encode, load_function, load_model, load_tokenizer,
     micro_batches, parse_pair, peak_memory, save_model, share_prompts, tokenizer_digest, write_whole)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -98,8 +98,8 @@ class Batch(NamedTuple):
     """What the losses see of B pairs, (B,) each: sums over the tokens of an answer."""
     logp_w: torch.Tensor  # log π(y_w|x)
     logp_l: torch.Tensor
-    c: torch.Tensor  # log π(y_w|x) − log π_ref(y_w|x)
-    r: torch.Tensor  # the same of y_l
+    rho_w: torch.Tensor  # log π(y_w|x) − log π_ref(y_w|x)
+    rho_l: torch.Tensor
     len_w: torch.Tensor  # |y_w| in tokens
     len_l: torch.Tensor
     score_w: torch.Tensor  # the data's chosen_reward, else 0
@@ -108,31 +108,34 @@ class Batch(NamedTuple):
 
 def preference_loss(loss: str, batch: Batch, beta: float, eps=0.0, gamma=0.5, eta=1.0) -> torch.Tensor:
     """The loss of every pair, (B,), float32. eps is label smoothing, gamma SimPO's margin, eta RPO's reward scale."""
-    logp_w, logp_l, c, r, len_w, len_l, score_w, score_l = batch
+    logp_w, logp_l, rho_w, rho_l, len_w, len_l, score_w, score_l = batch
     log_sigma, sigma = F.logsigmoid, torch.sigmoid
-    z = beta * (c - r)  # the margin between the implicit rewards
-    delta = eta * (score_w - score_l)  # and between the data's
+    margin = beta * (rho_w - rho_l)  # of the implicit rewards
+    delta = eta * (score_w - score_l)  # of the data's rewards
+
+    def cdpo(x): return -(1 - eps) * log_sigma(x) - eps * log_sigma(-x)
+    def kl(x, log_q, log_not_q): return sigma(x) * (log_sigma(x) - log_q) + sigma(-x) * (log_sigma(-x) - log_not_q)  # KL(σ(x) || q)
     def sort(x): return x.sort().values
-    def cdpo(ratio): return -(1 - eps) * log_sigma(beta * ratio) - eps * log_sigma(-beta * ratio)
-    def kl(x, log_q, log_not_q): return sigma(x) * (log_sigma(x) - log_q) + sigma(-x) * (log_sigma(-x) - log_not_q)
+
     match loss:
-        case "sigmoid": return -(1 - eps) * log_sigma(z) - eps * log_sigma(-z)  # DPO, equation 7; eps > 0 is cDPO
-        case "hinge": return torch.relu(1 - z)  # SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657
-        case "ipo": return (c / len_w - r / len_l - 1 / (2 * beta)) ** 2  # arXiv:2310.12036 (17), a token, as its authors confirmed
-        case "sigmoid_norm": return -log_sigma(beta * (c / len_w - r / len_l))  # Tülu 3, arXiv:2411.15124 (6)
-        case "robust": return (-(1 - eps) * log_sigma(z) + eps * log_sigma(-z)) / (1 - 2 * eps)  # arXiv:2403.00409
-        case "exo_pair": return kl(z, math.log(1 - eps), math.log(eps))  # arXiv:2402.00856 (16)
-        case "nca_pair": return -log_sigma(beta * c) - 0.5 * log_sigma(-beta * c) - 0.5 * log_sigma(-beta * r)  # arXiv:2402.05369
-        case "bco_pair": return -log_sigma(beta * c) - log_sigma(-beta * r)  # arXiv:2404.04656, without its reward shift
-        case "sppo_hard": return (c - 0.5 / beta) ** 2 + (r + 0.5 / beta) ** 2  # arXiv:2405.00675
-        case "apo_zero": return 1 - sigma(beta * c) + sigma(beta * r)  # arXiv:2408.06266
-        case "apo_down": return sigma(beta * c) + 1 - sigma(z)  # the same
-        case "discopop": return (1 - sigma(z / 0.05)) * -log_sigma(z) + sigma(z / 0.05) * torch.exp(-z)  # arXiv:2406.08414
-        case "aot": return cdpo(sort(logp_w - logp_l) - sort((logp_w - c) - (logp_l - r)))  # arXiv:2406.05882: of the whole batch
-        case "aot_unpaired": return cdpo(sort(c) - sort(r))  # the same
-        case "rpo_sq": return (z - delta) ** 2  # Nemotron-4, arXiv:2406.11704
-        case "rpo_bwd_kl": return kl(delta, log_sigma(z), log_sigma(-z))  # the same
-        case "rpo_fwd_kl": return kl(z, log_sigma(delta), log_sigma(-delta))  # the same
+        case "sigmoid": return -(1 - eps) * log_sigma(margin) - eps * log_sigma(-margin)  # DPO, equation 7; eps > 0 is cDPO
+        case "hinge": return torch.relu(1 - margin)  # SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657
+        case "ipo": return (rho_w / len_w - rho_l / len_l - 1 / (2 * beta)) ** 2  # arXiv:2310.12036 (17), averaged over tokens
+        case "sigmoid_norm": return -log_sigma(beta * (rho_w / len_w - rho_l / len_l))  # Tülu 3, arXiv:2411.15124 (6)
+        case "robust": return (-(1 - eps) * log_sigma(margin) + eps * log_sigma(-margin)) / (1 - 2 * eps)  # arXiv:2403.00409
+        case "exo_pair": return kl(margin, math.log(1 - eps), math.log(eps))  # arXiv:2402.00856 (16)
+        case "nca_pair": return -log_sigma(beta * rho_w) - 0.5 * log_sigma(-beta * rho_w) - 0.5 * log_sigma(-beta * rho_l)  # arXiv:2402.05369
+        case "bco_pair": return -log_sigma(beta * rho_w) - log_sigma(-beta * rho_l)  # arXiv:2404.04656, without its reward shift
+        case "sppo_hard": return (rho_w - 0.5 / beta) ** 2 + (rho_l + 0.5 / beta) ** 2  # arXiv:2405.00675
+        case "apo_zero": return 1 - sigma(beta * rho_w) + sigma(beta * rho_l)  # arXiv:2408.06266
+        case "apo_down": return sigma(beta * rho_w) + 1 - sigma(margin)  # the same
+        case "discopop":  # arXiv:2406.08414; the product with exp(−margin) is taken in logarithms: 0 · inf is no number
+            return -sigma(-margin / 0.05) * log_sigma(margin) + torch.exp(log_sigma(margin / 0.05) - margin)
+        case "aot": return cdpo(beta * (sort(logp_w - logp_l) - sort((logp_w - rho_w) - (logp_l - rho_l))))  # arXiv:2406.05882
+        case "aot_unpaired": return cdpo(beta * (sort(rho_w) - sort(rho_l)))  # the same: quantiles of the whole batch
+        case "rpo_sq": return (margin - delta) ** 2  # RPO as NeMo-Aligner has it, after Nemotron-4, arXiv:2406.11704
+        case "rpo_bwd_kl": return kl(delta, log_sigma(margin), log_sigma(-margin))
+        case "rpo_fwd_kl": return kl(margin, log_sigma(delta), log_sigma(-delta))
         case "simpo": return -log_sigma(beta * (logp_w / len_w - logp_l / len_l) - gamma)  # arXiv:2405.14734 (6): no reference
     raise BadInput(f"there is no loss {loss!r}")
 
@@ -144,8 +147,8 @@ def objective(batch: Batch, args: Args) -> torch.Tensor:  # (B,)
 
 def metrics(batch: Batch, args: Args) -> dict[str, float]:
     per_token = args.loss == "simpo"  # its paper's reward
-    reward_w = args.beta * batch.c / (batch.len_w if per_token else 1)
-    reward_l = args.beta * batch.r / (batch.len_l if per_token else 1)
+    reward_w = args.beta * batch.rho_w / (batch.len_w if per_token else 1)
+    reward_l = args.beta * batch.rho_l / (batch.len_l if per_token else 1)
     margin = reward_w - reward_l
     accuracy = torch.where(margin.abs() < 1e-5, 0.5, (margin > 0).float())  # a tie, to rounding, counts one half
     values = {"loss": objective(batch, args), "rewards/chosen": reward_w, "rewards/rejected": reward_l, "rewards/margins": margin,
@@ -169,9 +172,14 @@ class Row(NamedTuple):
 def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
     rows = []
     for prompt, (chosen, rejected), row, where in encode(tokenizer, source, parse_pair, max_length, args.truncate):
-        scores = [row.get("chosen_reward"), row.get("rejected_reward")] if args.loss.startswith("rpo") else [0.0, 0.0]
-        if not all(isinstance(score, (int, float)) and math.isfinite(score) for score in scores):
-            raise BadInput(f"{where}: the loss {args.loss} needs numbers in the columns chosen_reward and rejected_reward")
+        scores = [0.0, 0.0]
+        if args.loss.startswith("rpo"):
+            try:
+                scores = [float(row["chosen_reward"]), float(row["rejected_reward"])]
+            except (KeyError, TypeError, ValueError):
+                scores = [math.nan]
+            if not all(map(math.isfinite, scores)):
+                raise BadInput(f"{where}: --loss {args.loss} needs numbers in the columns chosen_reward and rejected_reward")
         rows.append(Row(prompt, chosen, rejected, *scores, row))
     return rows
 
@@ -191,7 +199,7 @@ def batch_rows(step: int, n: int, batch_size: int, seed: int) -> list[int]:
 
 
 def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
-    """Share of the peak learning rate at a step (from 1): linear warmup, then constant or towards zero after the last."""
+    """Share of the peak learning rate at a step (from 1): linear warmup, then constant, or falling so that step steps + 1 had 0."""
     if step <= (rise := round(warmup * steps)):
         return step / rise
     left = (steps - step + 1) / (steps - rise)  # 1 .. 1 / (steps − rise)
@@ -199,19 +207,18 @@ def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts: list[tuple], max_new_tokens: int, tokens_per_forward: int, seed: int) -> list[str]:
+def sample(model, tokenizer, prompts: list[tuple], max_new_tokens: int, seed: int) -> list[str]:
     """One answer to each prompt from the model's own distribution: temperature 1, nothing cut off, whatever its config says."""
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
                               eos_token_id=sorted(ends) or None, pad_token_id=tokenizer.pad_token_id or 0)
     longest, answers = max(map(len, prompts), default=0), []
-    rows = max(1, tokens_per_forward // (longest + max_new_tokens))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        for at in tqdm(range(0, len(prompts), rows), desc="sample", leave=False):
-            ids = torch.tensor([[0] * (longest - len(p)) + [*p] for p in prompts[at:at + rows]], device=model.device)  # left-padded
-            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts[at:at + rows]], device=model.device)
+        for at in tqdm(range(0, len(prompts), 32), desc="sample", leave=False):
+            ids = torch.tensor([[0] * (longest - len(p)) + [*p] for p in prompts[at:at + 32]], device=model.device)  # left-padded
+            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts[at:at + 32]], device=model.device)
             new = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, longest:]
             answers += tokenizer.batch_decode(new, skip_special_tokens=True)
     return answers
@@ -241,8 +248,9 @@ class Log:
     def write(self, values: dict):
         self.history.append(values)
         print(json.dumps(values), file=self.file, flush=True)
-        for name, value in values.items() if self.board else ():
-            self.board.add_scalar(name, value, values["step"])
+        if self.board:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, values["step"])
 
 
 def groups(rows: list[Row]) -> list:
@@ -266,7 +274,7 @@ def measure(policy, rows: list[Row], reference: ReferenceCache | None, args: Arg
 def backward(policy, rows: list[Row], reference: ReferenceCache | None, args: Args) -> tuple[Batch, torch.Tensor]:
     """The gradient of the batch's mean loss, one micro-batch after the other; returns what `measure` does."""
     micros, others = micro_batches(policy, groups(rows), args.tokens_per_forward), None
-    if args.loss.startswith("aot") and len(micros) > 1:  # the loss of a pair depends on the whole batch: look at all of it first
+    if args.loss.startswith("aot") and len(micros) > 1:  # one loss of the whole batch: the other micro-batches enter as constants
         with torch.no_grad():
             others = [measure(policy, [rows[i] for i in micro], reference, args)[0] for micro in micros]
     seen, gaps = [], []
@@ -290,15 +298,18 @@ def evaluate(policy, rows: list[Row], reference: ReferenceCache | None, args: Ar
 
 def answer(policy, tokenizer, held: list[Row], score, args: Args) -> tuple[list[str], dict[str, float]]:
     """Answers to held-out prompts, and their mean score."""
-    asked = list({row.prompt: row for row in held}.values())[:args.samples]
-    texts = sample(policy, tokenizer, [row.prompt for row in asked], args.max_new_tokens, args.tokens_per_forward, args.seed)
+    room = context_length(policy.config) - args.max_new_tokens  # for a prompt
+    asked = list({row.prompt: row for row in held if len(row.prompt) <= room}.values())[:args.samples]
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        texts = sample(policy, tokenizer, [row.prompt for row in asked], args.max_new_tokens, args.seed)
     if not score or not asked:
         return texts, {}
     prompts = [parse_pair(row.row, "")[0] for row in asked]
     completions = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}] for prompt, text in zip(prompts, texts)]
     columns = {name: [row.row.get(name) for row in asked] for name in asked[0].row if name not in ("prompt", "completions")}
     scores = score(prompts=prompts, completions=completions, **columns)
-    return texts, {"score of samples": float(np.mean([score for score in scores if score is not None]))}
+    scores = [score for score in scores if score is not None]
+    return texts, {"eval_score": float(np.mean(scores))} if scores else {}
 
 
 def settle(args: Args) -> Args:
@@ -307,15 +318,21 @@ def settle(args: Args) -> Args:
         args = replace(args, **{name: value for name, value in DEMO.items() if getattr(args, name) is None})
     dtype = args.dtype if args.dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32"
     smooths, no_reference = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"), args.ref == "none" or args.loss == "simpo"
-    counts = ("batch_size", "tokens_per_forward", "max_length", "max_new_tokens", "steps", "epochs", "beta", "eval_every")
+    positive = ("batch_size", "tokens_per_forward", "max_length", "max_new_tokens", "steps", "epochs", "beta", "eval_every", "max_grad_norm")
     for wrong, sentence in (
         (not (args.model and args.data), "--model and --data go together: give both, or neither for the demo"),
         (Path(args.out).resolve() == Path(args.model or "").resolve(), "--out is --model's own folder: name another"),
         (no_reference and (args.ref_model or args.ref_cache), "there is no reference here: leave out --ref_model and --ref_cache"),
         (args.label_smoothing and args.loss not in smooths, f"--loss {args.loss} has no label smoothing: leave out --label_smoothing"),
+        (args.simpo_gamma != Args.simpo_gamma and args.loss != "simpo", f"--loss {args.loss} has no margin: leave out --simpo_gamma"),
+        (args.rpo_eta != Args.rpo_eta and not args.loss.startswith("rpo"), f"--loss {args.loss} reads no rewards: leave out --rpo_eta"),
+        (not math.isfinite(args.sft_weight + args.simpo_gamma + args.rpo_eta), "--sft_weight, --simpo_gamma and --rpo_eta must be numbers"),
         (not 0 <= args.label_smoothing < 0.5, "--label_smoothing must be at least 0 and less than 0.5"),
         (args.loss == "exo_pair" and not args.label_smoothing, "--loss exo_pair needs --label_smoothing above 0, such as 0.001"),
-        *((not (getattr(args, name) or 0) > 0 and getattr(args, name) is not None, f"--{name} must be above 0") for name in counts),
+        (not (args.lr or 0) >= 0 or args.samples < 0 or args.eval_size < 0, "--lr, --samples and --eval_size cannot be negative"),
+        (not 0 <= args.warmup <= 1, "--warmup is a share of the steps: between 0 and 1"),
+        (args.seed < 0, "--seed cannot be negative"),
+        *((getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf, f"--{name} must be above 0") for name in positive),
     ):
         if wrong:
             raise BadInput(sentence)
@@ -333,8 +350,13 @@ def load_data(args: Args, tokenizer, max_length: int) -> tuple[list[Row], list[R
 def load_reference(args: Args, tokenizer, asked: list, device: str) -> ReferenceCache:
     """The reference's log-probs of all groups: from the file, and for the rest from the model, which is gone afterwards."""
     reference = ReferenceCache(reference=checkpoint_digest(args.ref_model), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
-    if Path(args.ref_cache).exists():
-        reference.load(args.ref_cache)
+    try:
+        Path(args.ref_cache).parent.mkdir(parents=True, exist_ok=True)
+        if Path(args.ref_cache).exists():
+            reference.load(args.ref_cache)
+        reference.save(args.ref_cache)  # at the door, not after the pass: can it be written?
+    except OSError as error:
+        raise BadInput(f"cannot read and write --ref_cache {args.ref_cache}: {error}") from None
     with torch.autocast(device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         scored = reference.fill(lambda: load_model(args.ref_model, device), asked, args.tokens_per_forward, args.ref_cache)
     print(f"reference: {scored} answers scored, the other {len(reference) - scored} known from {args.ref_cache}")
@@ -354,7 +376,7 @@ def report(before: dict, after: dict, tokenizer, held: list[Row], answers: tuple
     for prompt, old, new in list(zip(dict.fromkeys(row.prompt for row in held), *answers))[:3]:
         print(f"\n{tokenizer.decode(prompt, skip_special_tokens=True).strip()}\n  before  {old}\n  after   {new}")
     print(f"\n{'held out':28}{'before':>8}{'after':>8}")
-    for name in ("eval_loss", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "score of samples"):
+    for name in ("eval_loss", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score"):
         if name in before:
             print(f"{name:28}{before[name]:8.3f}{after[name]:8.3f}")
 
@@ -371,6 +393,7 @@ def main(args: Args) -> list[dict]:
         marked = (" ".join(f"[{token}]" for token in tokenizer.batch_decode([[i] for i in ids])) for ids in train[0][1:3])
         print(tokenizer.decode(train[0].prompt), *marked, sep="\n--> ")
         return []
+    args = replace(args, batch_size=min(args.batch_size, len(train)))
     log = Log(out, args)
 
     # the reference comes first and is gone when the policy comes: there are never two models in memory
@@ -380,24 +403,23 @@ def main(args: Args) -> list[dict]:
     print(f"policy: {sum(p.numel() for p in policy.parameters()):,} parameters on {device}, {args.dtype} forwards, " +
           (f"padded rows because {why_not}" if why_not else "every prompt encoded once, no padding"))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=device == "cuda")
-    batch_size = min(args.batch_size, len(train))
-    steps = args.steps or math.ceil(args.epochs * len(train) / batch_size)
+    steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
     answers, scored = answer(policy, tokenizer, held, score, args)
-    before = evaluate(policy, held, reference, args)
+    before = evaluate(policy, held, reference, args) | scored
     log.write({"step": 0, **before})
 
     tokens, start, bar = 0, time.monotonic(), tqdm(range(1, steps + 1), desc="train")
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = args.lr * lr_factor(step, steps, args.warmup, args.schedule)
-        rows = [train[i] for i in batch_rows(step, len(train), batch_size, args.seed)]
+        rows = [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
         batch, gaps = backward(policy, rows, reference, args)
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
         tokens += sum(len(row.prompt) + len(row.chosen) + len(row.rejected) for row in rows)
         values = {"step": step, **metrics(batch, args), "grad_norm": grad_norm, "lr": group["lr"], "num_tokens": tokens}
         if step == 1 and args.ref == "cache" and args.ref_model == args.model:
             check_start(gaps, f"margin {values['rewards/margins']:.1e}, loss {values['loss']:.4f}" +
-                        (f" (ln 2 = {math.log(2):.4f})" if args.loss == "sigmoid" else ""), args)
+                        (f" (ln 2 = {math.log(2):.4f})" if args.loss == "sigmoid" and not args.sft_weight else ""), args)
         if not math.isfinite(values["loss"] + grad_norm):
             raise Diverged(f"step {step}: the loss is {values['loss']} and the gradient's norm {grad_norm}; {out} keeps what it had: "
                            "lower --lr, or look at this step's rows")
@@ -405,14 +427,16 @@ def main(args: Args) -> list[dict]:
         optimizer.zero_grad()
         if step == steps or args.eval_every and step % args.eval_every == 0:
             values |= evaluate(policy, held, reference, args)
+        if step == steps:
+            new_answers, scored = answer(policy, tokenizer, held, score, args)
+            values |= scored
         log.write(values)
         bar.set_postfix_str(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}, "
                             f"{tokens / (time.monotonic() - start):,.0f} tokens/s, {peak_memory()}")
 
     save_model(policy, tokenizer, out)
-    new_answers, new_scored = answer(policy, tokenizer, held, score, args)
-    report(before | scored, values | new_scored, tokenizer, held, (answers, new_answers))
-    print(f"\n{steps} steps in {time.monotonic() - start:.0f} s; the model is in {out}")
+    report(before, values, tokenizer, held, (answers, new_answers))
+    print(f"\n{steps} steps of {args.batch_size} rows, trained and evaluated in {time.monotonic() - start:.0f} s; the model is in {out}")
     return log.history
 
 

@@ -8,17 +8,18 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     python kto.py                                                               # the demo: offline, under a minute
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen  # your model, your data
 
-z estimates KL(π || π_ref); no gradient flows through it. y' is the answer to another prompt, drawn once for every row, so
-that all its reference log-probs, too, are computed before training, and any batch size and order will do.
+z estimates KL(π || π_ref); no gradient flows through it. y' is the answer to another prompt; here it is drawn once for every
+row, where the paper pairs the rows of each batch anew, so that its reference log-probs, too, are known before training.
 
 Data      rows `prompt, completion, label` (true or false, 1 or 0; HALOs' `output` is read as completion), or pairs
-          `prompt, chosen, rejected`, which give one row of each kind; strings or chat messages, as in dpo.py.
+          `prompt, chosen, rejected`, which give one row of each kind; strings or chat messages. Strings get
+          the tokenizer's EOS; chats end as their template ends them.
 Not here  several GPUs, LoRA, a moving reference, resuming.
 Shapes    B rows in an optimizer batch; whatever the losses see is (B,).
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of the desirable and of the others | rewards/margins: their
           difference | rewards/accuracies: share of rows whose ρ has the sign of their label, ties count 1/2 |
           logps/chosen, logps/rejected: log π(y|x) | count/chosen, count/rejected: rows in the batch | grad_norm before
-          clipping | lr | num_tokens so far. A batch of one kind has no mean of the other. eval_*: the same, held out.
+          clipping | lr | num_tokens so far, a prompt counted once. A batch of one kind has no mean of the other. eval_*: the same, held out.
 """
 import json
 import math
@@ -59,7 +60,7 @@ class Args:
     weight_decay: float = 0.0  # AdamW's
     max_grad_norm: float = 1.0  # longer gradients are clipped
     max_length: int = 1024  # tokens of prompt and answer; longer rows are dropped, and counted
-    truncate: bool = False  # cut the beginning of their prompts instead
+    truncate: bool = False  # cut the beginning of the prompts of longer rows instead of dropping them
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward (auto: bfloat16 on CUDA); weights and loss are float32
     tokens_per_forward: int = 16384  # memory and speed only, never the result
@@ -83,7 +84,7 @@ from tqdm import tqdm  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, Diverged, ReferenceCache, checkpoint_digest, completion_logprobs, encode, load_function, load_model, load_tokenizer,
+    BadInput, Diverged, ReferenceCache, checkpoint_digest, completion_logprobs, context_length, encode, load_function, load_model, load_tokenizer,
     micro_batches, parse_pair, peak_memory, save_model, share_prompts, text_of, tokenizer_digest, write_whole)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ def objective(batch: Batch, z: torch.Tensor, args: Args) -> torch.Tensor:  # (B,
 def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, float]:
     reward, sign = args.beta * batch.rho, torch.where(batch.label, 1.0, -1.0)
     accuracy = torch.where(reward.abs() < 1e-5, 0.5, (reward * sign > 0).float())  # a tie, to rounding, counts one half
-    values = {"loss": objective(batch, z, args), "kl": z, "rewards/accuracies": accuracy}
+    values = {"loss": objective(batch, z, args), "rewards/accuracies": accuracy} | ({"kl": z} if args.loss == "kto" else {})
     for name, kind in (("chosen", batch.label), ("rejected", ~batch.label)):
         values[f"count/{name}"] = kind.sum().float()
         if kind.any():
@@ -187,7 +188,9 @@ def weigh(train: list[Row], args: Args) -> Args:
     if not desirable or not undesirable:
         raise BadInput(f"{args.data}: all {len(train)} rows have the same label, and KTO needs both kinds")
     if args.balance:
-        args = replace(args, desirable_weight=max(1.0, undesirable / desirable), undesirable_weight=max(1.0, desirable / undesirable))
+        args = replace(args, balance=False, desirable_weight=max(1.0, undesirable / desirable), undesirable_weight=max(1.0, desirable / undesirable))
+    if args.loss != "kto":
+        return args
     ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
     print(f"{desirable} desirable rows of weight {args.desirable_weight:.3g}, {undesirable} others of weight {args.undesirable_weight:.3g}: ratio "
           f"{ratio:.2f}" + ("" if 0.999 < ratio < 1.334 else ", outside of [1, 4/3] (equation 8): --balance sets the weights"))
@@ -209,7 +212,7 @@ def batch_rows(step: int, n: int, batch_size: int, seed: int) -> list[int]:
 
 
 def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
-    """Share of the peak learning rate at a step (from 1): linear warmup, then constant or towards zero after the last."""
+    """Share of the peak learning rate at a step (from 1): linear warmup, then constant, or falling so that step steps + 1 had 0."""
     if step <= (rise := round(warmup * steps)):
         return step / rise
     left = (steps - step + 1) / (steps - rise)  # 1 .. 1 / (steps − rise)
@@ -217,19 +220,18 @@ def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
 
 
 @torch.no_grad()
-def sample(model, tokenizer, prompts: list[tuple], max_new_tokens: int, tokens_per_forward: int, seed: int) -> list[str]:
+def sample(model, tokenizer, prompts: list[tuple], max_new_tokens: int, seed: int) -> list[str]:
     """One answer to each prompt from the model's own distribution: temperature 1, nothing cut off, whatever its config says."""
     ends = model.generation_config.eos_token_id
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
                               eos_token_id=sorted(ends) or None, pad_token_id=tokenizer.pad_token_id or 0)
     longest, answers = max(map(len, prompts), default=0), []
-    rows = max(1, tokens_per_forward // (longest + max_new_tokens))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        for at in tqdm(range(0, len(prompts), rows), desc="sample", leave=False):
-            ids = torch.tensor([[0] * (longest - len(p)) + [*p] for p in prompts[at:at + rows]], device=model.device)  # left-padded
-            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts[at:at + rows]], device=model.device)
+        for at in tqdm(range(0, len(prompts), 32), desc="sample", leave=False):
+            ids = torch.tensor([[0] * (longest - len(p)) + [*p] for p in prompts[at:at + 32]], device=model.device)  # left-padded
+            mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts[at:at + 32]], device=model.device)
             new = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, longest:]
             answers += tokenizer.batch_decode(new, skip_special_tokens=True)
     return answers
@@ -259,8 +261,9 @@ class Log:
     def write(self, values: dict):
         self.history.append(values)
         print(json.dumps(values), file=self.file, flush=True)
-        for name, value in values.items() if self.board else ():
-            self.board.add_scalar(name, value, values["step"])
+        if self.board:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, values["step"])
 
 
 def groups(rows: list[Row], others: bool = False) -> list:
@@ -312,15 +315,18 @@ def evaluate(policy, rows: list[Row], reference: ReferenceCache, args: Args) -> 
 
 def answer(policy, tokenizer, held: list[Row], score, args: Args) -> tuple[list[str], dict[str, float]]:
     """Answers to held-out prompts, and their mean score."""
-    asked = list({row.prompt: row for row in held}.values())[:args.samples]
-    texts = sample(policy, tokenizer, [row.prompt for row in asked], args.max_new_tokens, args.tokens_per_forward, args.seed)
+    room = context_length(policy.config) - args.max_new_tokens  # for a prompt
+    asked = list({row.prompt: row for row in held if len(row.prompt) <= room}.values())[:args.samples]
+    with torch.autocast(policy.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+        texts = sample(policy, tokenizer, [row.prompt for row in asked], args.max_new_tokens, args.seed)
     if not score or not asked:
         return texts, {}
     prompts = [parse_row(row.row, "")[0] for row in asked]
     completions = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}] for prompt, text in zip(prompts, texts)]
     columns = {name: [row.row.get(name) for row in asked] for name in asked[0].row if name not in ("prompt", "completions")}
     scores = score(prompts=prompts, completions=completions, **columns)
-    return texts, {"score of samples": float(np.mean([score for score in scores if score is not None]))}
+    scores = [score for score in scores if score is not None]
+    return texts, {"eval_score": float(np.mean(scores))} if scores else {}
 
 
 def settle(args: Args) -> Args:
@@ -328,14 +334,18 @@ def settle(args: Args) -> Args:
     if args.model is None and args.data is None:
         args = replace(args, **{name: value for name, value in DEMO.items() if getattr(args, name) is None})
     dtype = args.dtype if args.dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32"
-    counts = ("batch_size", "tokens_per_forward", "max_length", "max_new_tokens", "steps", "epochs", "beta", "eval_every", "desirable_weight",
+    positive = ("batch_size", "tokens_per_forward", "max_length", "max_new_tokens", "steps", "epochs", "beta", "eval_every", "max_grad_norm", "desirable_weight",
               "undesirable_weight")
     for wrong, sentence in (
         (not (args.model and args.data), "--model and --data go together: give both, or neither for the demo"),
         (Path(args.out).resolve() == Path(args.model or "").resolve(), "--out is --model's own folder: name another"),
-        (args.balance and args.loss != "kto", f"--loss {args.loss} has no weights: leave out --balance"),
+        (args.loss != "kto" and (args.balance or (args.desirable_weight, args.undesirable_weight) != (1, 1)),
+         f"--loss {args.loss} has no weights: leave out --balance, --desirable_weight and --undesirable_weight"),
         (args.balance and (args.desirable_weight, args.undesirable_weight) != (1, 1), "--balance sets the weights: leave them out"),
-        *((not (getattr(args, name) or 0) > 0 and getattr(args, name) is not None, f"--{name} must be above 0") for name in counts),
+        (not (args.lr or 0) >= 0 or args.samples < 0 or args.eval_size < 0, "--lr, --samples and --eval_size cannot be negative"),
+        (not 0 <= args.warmup <= 1, "--warmup is a share of the steps: between 0 and 1"),
+        (args.seed < 0, "--seed cannot be negative"),
+        *((getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf, f"--{name} must be above 0") for name in positive),
     ):
         if wrong:
             raise BadInput(sentence)
@@ -353,8 +363,13 @@ def load_data(args: Args, tokenizer, max_length: int) -> tuple[list[Row], list[R
 def load_reference(args: Args, tokenizer, asked: list, device: str) -> ReferenceCache:
     """The reference's log-probs of all groups: from the file, and for the rest from the model, which is gone afterwards."""
     reference = ReferenceCache(reference=checkpoint_digest(args.ref_model), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
-    if Path(args.ref_cache).exists():
-        reference.load(args.ref_cache)
+    try:
+        Path(args.ref_cache).parent.mkdir(parents=True, exist_ok=True)
+        if Path(args.ref_cache).exists():
+            reference.load(args.ref_cache)
+        reference.save(args.ref_cache)  # at the door, not after the pass: can it be written?
+    except OSError as error:
+        raise BadInput(f"cannot read and write --ref_cache {args.ref_cache}: {error}") from None
     with torch.autocast(device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         scored = reference.fill(lambda: load_model(args.ref_model, device), asked, args.tokens_per_forward, args.ref_cache)
     print(f"reference: {scored} answers scored, the other {len(reference) - scored} known from {args.ref_cache}")
@@ -374,7 +389,7 @@ def report(before: dict, after: dict, tokenizer, held: list[Row], answers: tuple
     for prompt, old, new in list(zip(dict.fromkeys(row.prompt for row in held), *answers))[:3]:
         print(f"\n{tokenizer.decode(prompt, skip_special_tokens=True).strip()}\n  before  {old}\n  after   {new}")
     print(f"\n{'held out':28}{'before':>8}{'after':>8}")
-    for name in ("eval_loss", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "score of samples"):
+    for name in ("eval_loss", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score"):
         if name in before:
             print(f"{name:28}{before[name]:8.3f}{after[name]:8.3f}")
 
@@ -394,6 +409,7 @@ def main(args: Args) -> list[dict]:
         return []
     if args.loss == "kto":
         train, held = draw_others(train, held, max_length, args.seed)
+    args = replace(args, batch_size=min(args.batch_size, len(train)))
     log = Log(out, args)
 
     # the reference comes first and is gone when the policy comes: there are never two models in memory
@@ -404,23 +420,22 @@ def main(args: Args) -> list[dict]:
     print(f"policy: {sum(p.numel() for p in policy.parameters()):,} parameters on {device}, {args.dtype} forwards, " +
           (f"padded rows because {why_not}" if why_not else "every prompt encoded once, no padding"))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=args.weight_decay, fused=device == "cuda")
-    batch_size = min(args.batch_size, len(train))
-    steps = args.steps or math.ceil(args.epochs * len(train) / batch_size)
+    steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
     answers, scored = answer(policy, tokenizer, held, score, args)
-    before = evaluate(policy, held, reference, args)
+    before = evaluate(policy, held, reference, args) | scored
     log.write({"step": 0, **before})
 
     tokens, start, bar = 0, time.monotonic(), tqdm(range(1, steps + 1), desc="train")
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = args.lr * lr_factor(step, steps, args.warmup, args.schedule)
-        rows = [train[i] for i in batch_rows(step, len(train), batch_size, args.seed)]
+        rows = [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
         batch, gaps, z = backward(policy, rows, reference, args)
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
         tokens += sum(len(row.prompt) + len(row.completion) for row in rows)
         values = {"step": step, **metrics(batch, z, args), "grad_norm": grad_norm, "lr": group["lr"], "num_tokens": tokens}
         if step == 1 and args.ref_model == args.model:
-            check_start(gaps, f"KL estimate {values['kl']:.1e}, loss {values['loss']:.4f}", args)
+            check_start(gaps, f"KL estimate {z:.1e}, loss {values['loss']:.4f}", args)
         if not math.isfinite(values["loss"] + grad_norm):
             raise Diverged(f"step {step}: the loss is {values['loss']} and the gradient's norm {grad_norm}; {out} keeps what it had: "
                            "lower --lr, or look at this step's rows")
@@ -428,14 +443,16 @@ def main(args: Args) -> list[dict]:
         optimizer.zero_grad()
         if step == steps or args.eval_every and step % args.eval_every == 0:
             values |= evaluate(policy, held, reference, args)
+        if step == steps:
+            new_answers, scored = answer(policy, tokenizer, held, score, args)
+            values |= scored
         log.write(values)
         bar.set_postfix_str(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}, "
                             f"{tokens / (time.monotonic() - start):,.0f} tokens/s, {peak_memory()}")
 
     save_model(policy, tokenizer, out)
-    new_answers, new_scored = answer(policy, tokenizer, held, score, args)
-    report(before | scored, values | new_scored, tokenizer, held, (answers, new_answers))
-    print(f"\n{steps} steps in {time.monotonic() - start:.0f} s; the model is in {out}")
+    report(before, values, tokenizer, held, (answers, new_answers))
+    print(f"\n{steps} steps of {args.batch_size} rows, trained and evaluated in {time.monotonic() - start:.0f} s; the model is in {out}")
     return log.history
 
 

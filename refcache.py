@@ -73,7 +73,7 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
     outputs = []
     for prompt, own in spans:  # `own` looks at all of `prompt` and, causally, at itself
         if sliding_window:  # only the end of the prompt is still in reach of the completion's first token
-            prompt = slice(max(prompt.start, min(prompt.stop, prompt.stop - sliding_window + 1)), prompt.stop)
+            prompt = slice(max(prompt.start, prompt.stop - sliding_window + 1), prompt.stop)
         q, mask = query[:, :, own], None  # no mask is plain causal: the fast kernel
         k, v = (torch.cat([x[:, :, prompt], x[:, :, own]], dim=2) for x in (key, value))
         if q.shape[2] < k.shape[2] or (sliding_window and sliding_window < q.shape[2]):
@@ -238,6 +238,11 @@ def _probe(core) -> tuple[tuple[float, float | None], str]:
     def error(lay_out):
         return max((a - b).abs().max().item() for a, b in zip(truth, _forward(core, groups, lay_out)[0]))
 
+    def lay_out_blind(*groups_and_device):  # the same row, but its attention is told nothing
+        inputs, sources, targets = lay_out_shared(*groups_and_device)
+        del inputs["spans"]
+        return inputs, sources, targets
+
     # what stands between head and logits: the config's softcap and one of its factors, whichever the logits confirm
     cap = getattr(config, "final_logit_softcapping", None)
     factors = [getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")]
@@ -259,7 +264,7 @@ def _probe(core) -> tuple[tuple[float, float | None], str]:
         if core.config._attn_implementation != SHARED:
             raise CannotShare("its attention cannot be replaced")
         shared = error(lay_out_shared)
-        blind = error(lambda *x: ({k: v for k, v in lay_out_shared(*x)[0].items() if k != "spans"}, *lay_out_shared(*x)[1:]))
+        blind = error(lay_out_blind)
         if not (shared < (1e-4 if exact else 0.25) and shared < blind / (20 if exact else 3)):
             raise CannotShare(f"a shared prompt changed a log-prob by {shared:.2g} nats (unannounced: {blind:.2g})")
         return best, ""
@@ -303,8 +308,10 @@ class ReferenceCache(Mapping):
         todo = {(p, y): None for p, completions in groups for y in completions if (p, y) not in self._logps}
         if not todo:
             return 0
-        missing, model, saved = len(todo), load_model(), time.monotonic()
-        bar = tqdm(total=sum(_tokens(g) for g in _gather(todo, np.inf)), desc="reference", unit="tok", unit_scale=True)
+        missing = len(todo)
+        model = load_model()  # the expensive thing
+        saved = time.monotonic()
+        bar = tqdm(total=sum(map(_tokens, _gather(todo, tokens_per_forward))), desc="reference", unit="tok", unit_scale=True)
         try:
             while todo:
                 work = _gather(todo, tokens_per_forward)

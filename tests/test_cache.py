@@ -64,13 +64,15 @@ def test_the_same_completion_is_scored_once_and_one_prompt_encoded_once(monkeypa
     assert [batch for batch in forwards if batch[0][0] == (5, 6)] == [[((5, 6), [(7,), (8,)])]]
 
 
-def test_fill_lets_go_of_the_model():
+@pytest.mark.parametrize("cycle", [False, True])
+def test_fill_lets_go_of_the_model(cycle):
     models = []
     def load():
         model = make("llama")
+        model.itself = [model] if cycle else None
         models.append(weakref.ref(model))
         return model
-    gc.disable()  # `del model` is not luck
+    gc.disable()  # no luck
     try:
         ReferenceCache(**HEADER).fill(load, GROUPS)
         assert models[0]() is None

@@ -48,7 +48,7 @@ def largest_difference(a, b):
 def test_learns_the_demo(tmp_path, capsys):
     history = main(Args(out=str(tmp_path), epochs=1.0))
     assert history[0]["eval_rewards/accuracies"] == 0.5 and history[-1]["eval_rewards/accuracies"] > 0.9
-    scores = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("score of samples")).split()
+    scores = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("eval_score")).split()
     assert float(scores[-2]) < 0.45 and float(scores[-1]) > 0.9
 
 
@@ -404,6 +404,9 @@ def test_strings_without_an_eos_token_are_refused(tmp_path):
     (dict(loss="ipo", label_smoothing=0.1), "no label smoothing"), (dict(label_smoothing=0.5), "less than 0.5"),
     (dict(loss="exo_pair"), "needs --label_smoothing"), (dict(loss="rpo_sq"), "chosen_reward"),
     (dict(loss="simpo", ref_cache="x.pkl"), "no reference"), (dict(ref="none", ref_model=MODEL), "no reference"),
+    (dict(simpo_gamma=1.0), "no margin"), (dict(rpo_eta=2.0), "reads no rewards"), (dict(lr=-1.0), "--lr"), (dict(warmup=1.5), "--warmup"),
+    (dict(seed=-1), "--seed"), (dict(samples=-1), "--samples"), (dict(max_grad_norm=0.0), "--max_grad_norm"), (dict(beta=math.nan), "--beta"),
+    (dict(sft_weight=math.nan), "--sft_weight"), (dict(ref_cache="/proc/nothing/cache.pkl"), "--ref_cache"), (dict(ref_cache="/"), "--ref_cache"),
     (dict(batch_size=0), "--batch_size"), (dict(steps=0), "--steps"), (dict(epochs=0.0), "--epochs"), (dict(beta=0.0), "--beta"),
     (dict(out="/proc/nothing"), "cannot write"), (dict(score="nothing.py:f"), "nothing.py:f")])
 def test_bad_arguments_are_refused_in_one_sentence(args, changes, words):

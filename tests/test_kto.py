@@ -193,7 +193,7 @@ def test_a_step_costs_one_forward_over_the_others_and_one_over_the_rows(args, mo
 def test_learns_the_demo(tmp_path, capsys):
     history = main(Args(out=str(tmp_path), epochs=1.0))
     assert history[0]["eval_rewards/accuracies"] == 0.5 and history[-1]["eval_rewards/margins"] > 0.5
-    scores = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("score of samples")).split()
+    scores = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("eval_score")).split()
     assert float(scores[-2]) < 0.45 and float(scores[-1]) > 0.9
 
 
