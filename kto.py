@@ -84,8 +84,9 @@ from tqdm import tqdm  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, Diverged, ReferenceCache, checkpoint_digest, completion_logprobs, context_length, encode, load_function, load_model, load_tokenizer,
-    micro_batches, parse_pair, peak_memory, save_model, share_prompts, text_of, tokenizer_digest, write_whole)
+    BadInput, Diverged, ReferenceCache, call_scorer, check_vocabulary, checkpoint_digest, completion_logprobs, context_length,
+    encode, eval_mode, load_function, load_model, load_tokenizer, micro_batches, parse_pair, peak_memory, save_model,
+    share_prompts, text_of, tokenizer_digest, write_whole)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss
@@ -226,14 +227,16 @@ def sample(model, tokenizer, prompts: list[tuple], max_new_tokens: int, seed: in
     ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     config = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens,
                               eos_token_id=sorted(ends) or None, pad_token_id=tokenizer.pad_token_id or 0)
-    longest, answers = max(map(len, prompts), default=0), []
-    with torch.random.fork_rng():
+    longest, answers, own = max(map(len, prompts), default=0), [], model.generation_config
+    model.generation_config = GenerationConfig()  # or generate() would take from it what `config` leaves open
+    with torch.random.fork_rng(), eval_mode(model):
         torch.manual_seed(seed)
         for at in tqdm(range(0, len(prompts), 32), desc="sample", leave=False):
             ids = torch.tensor([[0] * (longest - len(p)) + [*p] for p in prompts[at:at + 32]], device=model.device)  # left-padded
             mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts[at:at + 32]], device=model.device)
             new = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, longest:]
             answers += tokenizer.batch_decode(new, skip_special_tokens=True)
+    model.generation_config = own
     return answers
 
 
@@ -245,11 +248,11 @@ class Log:
     """metrics.jsonl, one JSON object a step, and TensorBoard."""
 
     def __init__(self, out: Path, args: Args):
-        self.history, self.board = [], None
+        self.out, self.args, self.history, self.board, self.file = out, args, [], None, None
         try:
             out.mkdir(parents=True, exist_ok=True)
-            write_whole(out / "args.json", json.dumps(asdict(args), indent=2).encode())
-            self.file = open(out / "metrics.jsonl", "w")
+            write_whole(out / ".writable", b"")
+            (out / ".writable").unlink()
             if args.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
                 self.board = SummaryWriter(out)
@@ -259,6 +262,9 @@ class Log:
             raise BadInput("--tensorboard needs `pip install tensorboard`") from None
 
     def write(self, values: dict):
+        if not self.file:  # only now: a run that is refused before its first line leaves the last one's files alone
+            write_whole(self.out / "args.json", json.dumps(asdict(self.args), indent=2).encode())
+            self.file = open(self.out / "metrics.jsonl", "w")
         self.history.append(values)
         print(json.dumps(values), file=self.file, flush=True)
         if self.board:
@@ -323,9 +329,8 @@ def answer(policy, tokenizer, held: list[Row], score, args: Args) -> tuple[list[
         return texts, {}
     prompts = [parse_row(row.row, "")[0] for row in asked]
     completions = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}] for prompt, text in zip(prompts, texts)]
-    columns = {name: [row.row.get(name) for row in asked] for name in asked[0].row if name not in ("prompt", "completions")}
-    scores = score(prompts=prompts, completions=completions, **columns)
-    scores = [score for score in scores if score is not None]
+    columns = {name: [row.row.get(name) for row in asked] for name in asked[0].row if name not in ("prompt", "prompts", "completions")}
+    scores = [x for x in call_scorer(score, args.score, prompts, completions, columns) if x is not None]
     return texts, {"eval_score": float(np.mean(scores))} if scores else {}
 
 
@@ -338,18 +343,20 @@ def settle(args: Args) -> Args:
               "undesirable_weight")
     for wrong, sentence in (
         (not (args.model and args.data), "--model and --data go together: give both, or neither for the demo"),
-        (Path(args.out).resolve() == Path(args.model or "").resolve(), "--out is --model's own folder: name another"),
+        (Path(args.out).resolve() in (Path(args.model or "").resolve(), Path(args.ref_model or "").resolve()),
+         "--out is the folder of --model or --ref_model: name another"),
         (args.loss != "kto" and (args.balance or (args.desirable_weight, args.undesirable_weight) != (1, 1)),
          f"--loss {args.loss} has no weights: leave out --balance, --desirable_weight and --undesirable_weight"),
         (args.balance and (args.desirable_weight, args.undesirable_weight) != (1, 1), "--balance sets the weights: leave them out"),
-        (not (args.lr or 0) >= 0 or args.samples < 0 or args.eval_size < 0, "--lr, --samples and --eval_size cannot be negative"),
+        (not 0 <= (args.lr or 0) < math.inf or not 0 <= args.weight_decay < math.inf or min(args.samples, args.eval_size) < 0,
+         "--lr, --weight_decay, --samples and --eval_size must be numbers, and not negative"),
         (not 0 <= args.warmup <= 1, "--warmup is a share of the steps: between 0 and 1"),
-        (args.seed < 0, "--seed cannot be negative"),
+        (not 0 <= args.seed < 2**63, "--seed must be between 0 and 2^63"),
         *((getattr(args, name) is not None and not 0 < getattr(args, name) < math.inf, f"--{name} must be above 0") for name in positive),
     ):
         if wrong:
             raise BadInput(sentence)
-    return replace(args, dtype=dtype, lr=1e-6 if args.lr is None else args.lr, ref_model=args.ref_model or args.model,
+    return replace(args, dtype=dtype, lr=1e-6 if args.lr is None else args.lr, ref_model=args.model if Path(args.ref_model or args.model) == Path(args.model) else args.ref_model,
                    ref_cache=args.ref_cache or f"{args.out}/reference_logprobs.pkl")
 
 
@@ -362,6 +369,8 @@ def load_data(args: Args, tokenizer, max_length: int) -> tuple[list[Row], list[R
 
 def load_reference(args: Args, tokenizer, asked: list, device: str) -> ReferenceCache:
     """The reference's log-probs of all groups: from the file, and for the rest from the model, which is gone afterwards."""
+    if args.ref_model != args.model:
+        check_vocabulary(tokenizer, args.ref_model)
     reference = ReferenceCache(reference=checkpoint_digest(args.ref_model), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
     try:
         Path(args.ref_cache).parent.mkdir(parents=True, exist_ok=True)
@@ -443,6 +452,8 @@ def main(args: Args) -> list[dict]:
         optimizer.zero_grad()
         if step == steps or args.eval_every and step % args.eval_every == 0:
             values |= evaluate(policy, held, reference, args)
+        if not math.isfinite(values.get("eval_loss", 0)):
+            raise Diverged(f"step {step}: the loss of the held-out rows is {values['eval_loss']}; {out} keeps what it had: lower --lr")
         if step == steps:
             new_answers, scored = answer(policy, tokenizer, held, score, args)
             values |= scored

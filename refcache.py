@@ -20,10 +20,11 @@ import os
 import pickle
 import resource
 import runpy
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -50,6 +51,10 @@ class BadInput(ValueError):
 
 class Diverged(RuntimeError):
     """Training that must not go on. The message says at which step, and why."""
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,15 +214,21 @@ def share_prompts(model) -> str:
     """
     core = base_model(model)
     if not hasattr(core, "why_not_shared"):
-        modes = [(module, module.training) for module in core.modules()]
-        core.eval()  # dropout would make every comparison fail
-        try:
-            with torch.no_grad(), torch.autocast(core.device.type, enabled=False):
-                core.logit_scale_and_cap, core.why_not_shared = _probe(core)
-        finally:
-            for module, training in modes:
-                module.training = training
+        with torch.no_grad(), torch.autocast(core.device.type, enabled=False), eval_mode(core):
+            core.logit_scale_and_cap, core.why_not_shared = _probe(core)
     return core.why_not_shared
+
+
+@contextmanager
+def eval_mode(model):
+    """For a probe, which dropout would fail, and for generate(), whose cache checkpointed layers would ignore."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _probe(core) -> tuple[tuple[float, float | None], str]:
@@ -270,7 +281,7 @@ def _probe(core) -> tuple[tuple[float, float | None], str]:
         return best, ""
     except (CannotShare, TypeError, ValueError, RuntimeError) as refusal:  # no such keyword, no sdpa, another mask
         core.set_attn_implementation(before)
-        return best, " ".join(str(refusal).split())[:200]
+        return best, one_line(refusal)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -464,7 +475,7 @@ def _identity(path):
 
 def write_whole(path: Path, data: bytes):
     """A file that is there whole or not at all, also after a power cut."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f".{path.name}.partial")  # one name: what a kill leaves, the next save takes away
     try:
         temporary.write_bytes(data)
         move_whole(temporary, path)
@@ -493,17 +504,17 @@ def checkpoint_digest(name: str) -> str:
     def fetch(file):
         return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     try:
-        config, index, single = (fetch(f) for f in ("config.json", "model.safetensors.index.json", "model.safetensors"))
-    except OSError as error:
-        raise BadInput(f"cannot find the model {name!r}: {' '.join(str(error).split())[:200]}") from None
-    if not config or not (index or single):
-        raise BadInput(f"{name} has no {'model.safetensors' if config else 'config.json'}: name a checkpoint saved by save_pretrained")
-    files = [single] if single else map(fetch, sorted(set(json.loads(Path(index).read_text())["weight_map"].values())))
-    config = {k: v for k, v in json.loads(Path(config).read_text()).items() if k not in ("transformers_version", "_name_or_path")}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for file in files:
-        digest.update(np.memmap(file, np.uint8, "r"))
-    return digest.hexdigest()[:32]
+        config, index, single = (fetch(file) for file in ("config.json", "model.safetensors.index.json", "model.safetensors"))
+        if not config or not (index or single):
+            raise ValueError(f"it has no {'model.safetensors' if config else 'config.json'}, as save_pretrained writes it")
+        files = [single] if single else [fetch(file) for file in sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))]
+        config = {k: v for k, v in json.loads(Path(config).read_text()).items() if k not in ("transformers_version", "_name_or_path")}
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+        for file in files:
+            digest.update(np.memmap(file, np.uint8, "r"))
+        return digest.hexdigest()[:32]
+    except Exception as error:  # no such folder, no such hub name, a missing shard, an empty file
+        raise BadInput(f"cannot read the model {name}: {type(error).__name__} {one_line(error)}") from None
 
 
 def tokenizer_digest(tokenizer) -> str:
@@ -511,12 +522,20 @@ def tokenizer_digest(tokenizer) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:32]
 
 
+def check_vocabulary(tokenizer, name: str):
+    """Refuses a reference whose own tokenizer, if it has one, means something else by the same ids."""
+    if cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False):
+        if tokenizer_digest(load_tokenizer(name)[0]) != tokenizer_digest(tokenizer):
+            raise BadInput(f"the tokenizer of {name} is not the policy's, so their token ids mean different things: name another --ref_model")
+
+
 def load_model(name: str, device: str, gradient_checkpointing: bool = False):
     """A checkpoint in float32 and in eval mode, for good: dropout would add noise to every log-ratio."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(name, dtype="auto", use_safetensors=True, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            name, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True)
     except Exception as error:  # transformers raises many kinds for checkpoints that it cannot read
-        raise BadInput(f"cannot load the model {name}: {' '.join(str(error).split())[:200]}") from None
+        raise BadInput(f"cannot load the model {name}: {one_line(error)}") from None
     if missing := [*info["missing_keys"], *info["mismatched_keys"]]:
         raise BadInput(f"{name} lacks weights of a language model ({missing[0]}, ..), which would be trained from noise: name another")
     model.saved_dtype = model.dtype  # in which save_model writes it
@@ -533,14 +552,18 @@ def checkpoint_layers(model, use_reentrant: bool = False):
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
+            for name, value in vars(module).items():
+                if "dropout" in name and isinstance(value, float):
+                    setattr(module, name, 0.0)  # OPT's layers apply theirs themselves
 
 
 def load_tokenizer(name: str):
     """The tokenizer of a checkpoint, and the model's longest row."""
     try:
-        return AutoTokenizer.from_pretrained(name), context_length(AutoConfig.from_pretrained(name))
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False), context_length(config)
     except Exception as error:
-        raise BadInput(f"cannot load the tokenizer of {name}: {' '.join(str(error).split())[:200]}") from None
+        raise BadInput(f"cannot load the tokenizer of {name}: {one_line(error)}") from None
 
 
 def context_length(config) -> float:
@@ -556,21 +579,42 @@ def context_length(config) -> float:
 
 def save_model(model, tokenizer, out: Path):
     """save_pretrained in the dtype it was loaded in. config.json goes first and comes last: half a model does not load."""
-    model.to(model.saved_dtype).save_pretrained(out / ".saving")
-    tokenizer.save_pretrained(out / ".saving")
+    saving = out / ".saving"
+    shutil.rmtree(saving, ignore_errors=True)
+    model.to(model.saved_dtype).save_pretrained(saving)
+    tokenizer.save_pretrained(saving)
     (out / "config.json").unlink(missing_ok=True)
-    for file in sorted((out / ".saving").iterdir(), key=lambda file: file.name == "config.json"):
+    for stale in (file for pattern in ("*.safetensors*", "*chat_template*", "tokenizer*") for file in out.glob(pattern)):
+        shutil.rmtree(stale) if stale.is_dir() else stale.unlink()  # of an earlier run with another model
+    for file in sorted(saving.iterdir(), key=lambda file: file.name == "config.json"):
         move_whole(file, out / file.name)
-    (out / ".saving").rmdir()
+    saving.rmdir()
 
 
 def load_function(spec: str):
     """FILE.py:FUNCTION -> the function. The one thing that runs a user's code, because the user asks for it."""
     try:
         file, name = spec.rsplit(":", 1)
-        return runpy.run_path(file)[name]
-    except Exception as error:
+        function = runpy.run_path(file)[name]
+        if not callable(function):
+            raise TypeError(f"{name} is not a function")
+        return function
+    except (Exception, SystemExit) as error:
         raise BadInput(f"cannot load {spec} as FILE.py:FUNCTION: {type(error).__name__} {error}") from None
+
+
+def call_scorer(function, name: str, prompts: list, completions: list, columns: dict) -> list[float | None]:
+    """Scores by a reward function in TRL's signature; None where it has nothing to say."""
+    try:
+        scores = list(function(prompts=prompts, completions=completions, **columns))
+        for score in scores:
+            if score is not None and not math.isfinite(score):
+                raise ValueError(f"it returned {score}")
+        if len(scores) != len(completions):
+            raise ValueError(f"it returned {len(scores)} scores for {len(completions)} completions")
+        return scores
+    except (Exception, SystemExit) as error:
+        raise BadInput(f"{name} failed: {type(error).__name__} {one_line(error)}") from error
 
 
 def peak_memory() -> str:
@@ -606,10 +650,10 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     except ImportError:
         raise BadInput(f"{source}: parquet files and hub datasets need `pip install datasets`") from None
     except Exception as error:  # no such file, not JSON, not UTF-8, no such dataset: each says so in its own way
-        raise BadInput(f"cannot read {place}: {' '.join(str(error).split())[:200]}") from None
+        raise BadInput(f"cannot read {place}: {one_line(error)}") from None
     for place, row in rows:
-        if not isinstance(row, dict):
-            raise BadInput(f"{place}: a row must be an object with named columns, not {str(row)[:40]!r}")
+        if not isinstance(row, dict) or None in row:  # None: csv's name for cells beyond the header
+            raise BadInput(f"{place}: a row must be an object with named columns, and no cells beyond them, not {str(row)[:40]!r}")
     return rows
 
 
@@ -655,7 +699,7 @@ def render(tokenizer, prompt, answers, where: str) -> list[str]:
                      *(tokenizer.apply_chat_template(prompt + answer, tokenize=False) for answer in answers)]
         "".join(texts).encode()  # half a surrogate pair would crash the tokenizer
     except Exception as error:  # no template, or one that raises what it likes
-        raise BadInput(f"{where} cannot be rendered: {' '.join(str(error).split())[:200]}") from None
+        raise BadInput(f"{where} cannot be rendered: {one_line(error)}") from None
     return texts
 
 
