@@ -347,6 +347,103 @@ def test_show_data_marks_what_is_trained(args, capsys):
     assert ROWS[0]["prompt"][0]["content"] in out and "[<|end|>]" in out and out.count("-->") == 2
 
 
+# --- samples and scores ---------------------------------------------------------------------------------------------
+
+
+def answers_of(args, model=MODEL, **changes):
+    policy = refcache.load_model(model, "cpu", changes.pop("gradient_checkpointing", False))
+    refcache.share_prompts(policy)
+    prompts = [pair.prompt for pair in dpo.load_rows(args.data, TOKENIZER, 1024, args)[:40]]
+    return dpo.sample(policy, TOKENIZER, prompts, 12, seed=0)
+
+
+def test_checkpointing_leaves_samples_alone(args):
+    assert answers_of(args) == answers_of(args, gradient_checkpointing=True)
+
+
+def test_samples_come_from_the_model_whatever_its_generation_config_says(args, tmp_path):
+    plain = answers_of(args)
+    shutil.copytree(MODEL, tmp_path / "warped")
+    warp = dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0, no_repeat_ngram_size=1, suppress_tokens=list(range(10, 400)),
+                min_new_tokens=12, max_length=3, eos_token_id=3, pad_token_id=0, do_sample=True)
+    (tmp_path / "warped/generation_config.json").write_text(json.dumps(warp))
+    assert answers_of(args, str(tmp_path / "warped")) == plain and len(set(plain)) > 20
+
+
+def test_no_prompt_is_asked_that_leaves_no_room_for_an_answer(args):
+    assert main(replace(args, max_new_tokens=250))[0].keys() >= {"eval_loss"}
+
+
+@pytest.mark.parametrize("body, words", [
+    ("return [1.0]", "1 scores for 2"), ("return None", "NoneType"), ("return [float('nan')] * 2", "returned nan"), ("raise KeyError('thing')", "KeyError"),
+    ("return ['good', 'bad']", "TypeError"), ("raise SystemExit(0)", "SystemExit")])
+def test_scorers_that_fail_are_named(args, tmp_path, body, words):
+    (tmp_path / "score.py").write_text(f"def rate(prompts, completions, **columns):\n    {body}\n")
+    with pytest.raises(BadInput, match=f"score.py:rate failed: .*{words}"):
+        main(replace(args, score=f"{tmp_path}/score.py:rate"))
+
+
+def test_scores_are_logged_and_none_is_left_out(args, tmp_path):
+    (tmp_path / "score.py").write_text("def rate(prompts, completions, thing, **columns):\n    assert len(thing) == 2\n    return [None, 3.0]\nno = 5\n")
+    history = main(replace(args, score=f"{tmp_path}/score.py:rate"))
+    assert history[0]["eval_score"] == history[-1]["eval_score"] == 3.0
+    for spec in ("no", "nothing"):
+        with pytest.raises(BadInput, match="as FILE.py:FUNCTION"):
+            main(replace(args, score=f"{tmp_path}/score.py:{spec}"))
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_leaves_nothing_of_the_first_beside_its_model(args, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "two")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": tokenizer.chat_template}
+    tokenizer.save_pretrained(tmp_path / "two")
+    for _ in range(2):
+        main(replace(args, model=str(tmp_path / "two")))
+    assert list(Path(args.out).glob("additional_chat_templates/*"))
+    main(args)
+    assert not (Path(args.out) / "additional_chat_templates").exists() and not (Path(args.out) / ".saving").exists()
+    AutoModelForCausalLM.from_pretrained(args.out)
+
+
+def test_a_refused_run_leaves_the_last_one_s_files_alone(args):
+    main(args)
+    before = {f.name: f.read_bytes() for f in Path(args.out).iterdir()}
+    for changes in (dict(dtype="bfloat16"), dict(data="nothing.jsonl"), dict(score="nothing.py:f")):
+        with pytest.raises(BadInput):
+            main(replace(args, **changes))
+    assert {f.name: f.read_bytes() for f in Path(args.out).iterdir()} == before
+
+
+def test_damaged_checkpoints_are_refused(args, tmp_path):
+    for name, content in (("model.safetensors", b""), ("model.safetensors", b"\0" * 99), ("config.json", b"{"), ("model.safetensors", None)):
+        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
+        shutil.copytree(MODEL, tmp_path / "bad")
+        (tmp_path / "bad" / name).write_bytes(content) if content is not None else (tmp_path / "bad" / name).unlink()
+        with pytest.raises(BadInput, match="bad"):
+            main(replace(args, model=str(tmp_path / "bad")))
+    index = tmp_path / "bad/model.safetensors.index.json"
+    for content in ("{", "{}", '{"weight_map": {"a": "nothing.safetensors"}}'):
+        index.write_text(content)
+        with pytest.raises(BadInput, match="bad"):
+            refcache.checkpoint_digest(str(tmp_path / "bad"))
+
+
+def test_a_reference_with_another_tokenizer_is_refused(args, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "other")
+    tokenizer = json.loads((tmp_path / "other/tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[300:302]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (tmp_path / "other/tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(BadInput, match="not the policy's"):
+        main(replace(args, ref_model=str(tmp_path / "other")))
+    with pytest.raises(BadInput, match="--out is the folder"):
+        main(replace(args, ref_model=str(tmp_path / "other"), out=str(tmp_path / "other")))
+
+
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 GOOD = json.dumps(ROWS[0])
@@ -372,6 +469,12 @@ def test_bad_rows_are_refused_in_one_sentence_that_names_the_line(tmp_path, rows
     with pytest.raises(BadInput, match=words) as error:
         pairs_of(tmp_path, rows)
     assert "\n" not in str(error.value) and "rows.jsonl" in str(error.value)
+
+
+def test_csv_cells_beyond_the_header_are_refused(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\np, a, b\np, a, b,more\n")
+    with pytest.raises(BadInput, match="rows.csv line 3"):
+        dpo.load_rows(str(tmp_path / "rows.csv"), TOKENIZER, 99, Args())
 
 
 def test_a_template_under_which_the_prompt_is_no_prefix_is_refused(tmp_path):
@@ -405,7 +508,8 @@ def test_strings_without_an_eos_token_are_refused(tmp_path):
     (dict(loss="exo_pair"), "needs --label_smoothing"), (dict(loss="rpo_sq"), "chosen_reward"),
     (dict(loss="simpo", ref_cache="x.pkl"), "no reference"), (dict(ref="none", ref_model=MODEL), "no reference"),
     (dict(simpo_gamma=1.0), "no margin"), (dict(rpo_eta=2.0), "reads no rewards"), (dict(lr=-1.0), "--lr"), (dict(warmup=1.5), "--warmup"),
-    (dict(seed=-1), "--seed"), (dict(samples=-1), "--samples"), (dict(max_grad_norm=0.0), "--max_grad_norm"), (dict(beta=math.nan), "--beta"),
+    (dict(seed=-1), "--seed"), (dict(samples=-1), "--samples"), (dict(eval_size=-1), "--eval_size"), (dict(lr=math.inf), "--lr"),
+    (dict(weight_decay=math.nan), "--weight_decay"), (dict(epochs=math.inf), "--epochs"), (dict(warmup=math.nan), "--warmup"), (dict(max_grad_norm=0.0), "--max_grad_norm"), (dict(beta=math.nan), "--beta"),
     (dict(sft_weight=math.nan), "--sft_weight"), (dict(ref_cache="/proc/nothing/cache.pkl"), "--ref_cache"), (dict(ref_cache="/"), "--ref_cache"),
     (dict(batch_size=0), "--batch_size"), (dict(steps=0), "--steps"), (dict(epochs=0.0), "--epochs"), (dict(beta=0.0), "--beta"),
     (dict(out="/proc/nothing"), "cannot write"), (dict(score="nothing.py:f"), "nothing.py:f")])

@@ -74,8 +74,12 @@ def test_gradient_checkpointing_changes_memory_only(name, reentrant):
     assert torch.equal(logps, truth) and (grad - truth_grad).abs().max() <= 1e-6 * truth_grad.abs().max()
 
 
-def test_checkpointed_model_has_no_dropout():
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", **GPT2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)).eval()
+@pytest.mark.parametrize("model_type, config", [
+    ("gpt2", dict(GPT2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)),
+    ("opt", dict(vocab_size=97, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256, dropout=0.5,
+                 word_embed_proj_dim=32, attention_dropout=0.5))])  # OPT's layers drop out themselves
+def test_checkpointed_model_has_no_dropout(model_type, config):
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config)).eval()
     truth = completion_logprobs(model, GROUPS)[0][0]
     checkpoint_layers(model)
     assert torch.equal(completion_logprobs(model, GROUPS)[0][0], truth)
