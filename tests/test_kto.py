@@ -117,6 +117,12 @@ def test_others_fit_and_belong_to_other_prompts(tmp_path, capsys):
     assert cut and f"{cut} of {len(rows)} cut to fit" in capsys.readouterr().out
 
 
+def test_held_out_rows_never_get_an_answer_to_their_own_prompt():
+    train = [kto.Row((i % 2,), (10 + i % 2,), True, (), {}) for i in range(10)]
+    _, held = draw_others(train, train[1:] + train[:1], 99, seed=0)
+    assert all(row.other == (11 - row.prompt[0],) for row in held)
+
+
 def test_z_is_the_clamped_mean_over_the_whole_batch(args):
     """By hand, with another policy than the reference, from one forward a sequence; and whatever the memory knob."""
     rows = kto.load_rows(args.data, TOKENIZER, 1024, args)
