@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 
@@ -34,7 +35,7 @@ import torch.nn.functional as F
 from filelock import FileLock  # comes with torch
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -133,11 +134,12 @@ def lay_out_padded(groups: list[Group], device):
 # Log-probs
 
 
-def completion_logprobs(model, groups: list[Group], tokens_per_forward: int = 16384) -> list[list[torch.Tensor]]:
+def completion_logprobs(model, groups: list[Group], tokens_per_forward: int = 16384, temperature: float = 1.0) -> list[list[torch.Tensor]]:
     """log π(token | prompt and the tokens before it), for every token of every completion; differentiable.
 
     Returns, for each group, for each of its completions, a float32 tensor of shape (len(completion),), in nats.
     tokens_per_forward bounds the tokens of one forward (a longer group goes alone): memory and speed, never the result.
+    temperature divides the logits: for samples that were drawn so.
     Raises BadInput for an empty prompt or completion, and for a model whose own logits it cannot reproduce.
     """
     core = base_model(model)
@@ -151,13 +153,38 @@ def completion_logprobs(model, groups: list[Group], tokens_per_forward: int = 16
     try:
         results = [None] * len(groups)
         for batch in micro_batches(model, groups, tokens_per_forward):
-            for i, logps in zip(batch, _forward(model, [groups[i] for i in batch])):
+            for i, logps in zip(batch, _forward(model, [groups[i] for i in batch], None, temperature)):
                 results[i] = logps
         return results
     except CannotShare as refusal:  # seen only in rows longer than the probe's: from now on this model takes padded rows
         core.why_not_shared = str(refusal)
         tqdm.write(f"prompts are no longer shared: {refusal}")
-        return completion_logprobs(model, groups, tokens_per_forward)
+        return completion_logprobs(model, groups, tokens_per_forward, temperature)
+
+
+def log_ratios(model, groups: list[Group], known: Mapping | None, args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What all three algorithms are made of. Of every completion in turn, (n,) each, differentiable, summed over its tokens:
+    log π(y|x); log π(y|x) − log π_ref(y|x); and without gradient the number of tokens that humanline leaves alone.
+
+    `known[prompt, completion]` holds the reference's log-probs (reference_logprobs gives it); None: log π_ref = 0.
+    args: dtype, tokens_per_forward; temperature of the samples; humanline with log_eps_p, log_eps_r clamps every token's ratio, arXiv:2509.24207.
+    """
+    with autocast(model, args.dtype):
+        logps = list(chain.from_iterable(completion_logprobs(model, groups, args.tokens_per_forward, getattr(args, "temperature", 1.0))))
+    keys = [(prompt, y) for prompt, completions in groups for y in completions]
+    ratios, sizes = torch.cat(logps), [len(y) for _, y in keys]  # (N,)
+    if known is not None:
+        ratios = ratios - torch.tensor(np.concatenate([known[key] for key in keys]), device=ratios.device)
+    free = torch.ones_like(ratios, dtype=torch.bool)
+    if getattr(args, "humanline", False):
+        free = (ratios >= args.log_eps_p) & (ratios <= args.log_eps_r)
+        ratios = ratios.clamp(args.log_eps_p, args.log_eps_r)  # outside no gradient passes
+    return tuple(torch.stack([x.sum() for x in parts]) for parts in (logps, ratios.split(sizes), free.split(sizes)))
+
+
+def autocast(model, dtype: str):
+    """Forwards in bfloat16, if asked; weights and losses stay in float32."""
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16")
 
 
 def micro_batches(model, groups: list[Group], tokens_per_forward: int) -> list[list[int]]:
@@ -181,7 +208,7 @@ def base_model(model):
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _forward(model, groups: list[Group], lay_out=None) -> list[list[torch.Tensor]]:
+def _forward(model, groups: list[Group], lay_out=None, temperature=1.0) -> list[list[torch.Tensor]]:
     core = base_model(model)
     lay_out = lay_out or (lay_out_padded if share_prompts(model) else lay_out_shared)
     inputs, sources, targets = lay_out(groups, core.get_input_embeddings().weight.device)
@@ -190,18 +217,19 @@ def _forward(model, groups: list[Group], lay_out=None) -> list[list[torch.Tensor
     logps = []
     for h, y in zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS)):
         # checkpointed: the backward computes these logits again, so that (N, V) never exists
-        logps.append(checkpoint(_token_logps, core, h, y, use_reentrant=False) if h.requires_grad else _token_logps(core, h, y))
+        logps.append(checkpoint(_token_logps, core, h, y, temperature, use_reentrant=False) if h.requires_grad
+                     else _token_logps(core, h, y, temperature))
     logps = iter(torch.cat(logps).split([len(y) for _, completions in groups for y in completions]))
     return [[next(logps) for _ in completions] for _, completions in groups]
 
 
-def _token_logps(core, hidden, targets):  # (n, H), (n,) -> (n,)
+def _token_logps(core, hidden, targets, temperature):  # (n, H), (n,) -> (n,)
     scale, cap = core.logit_scale_and_cap
     # the head is called as a module: `head.weight` would miss a LoRA adapter, a bias, and the other shards
     logits = core.get_output_embeddings()(hidden).float() * scale  # (n, V), the expensive thing
     if cap:
         logits = cap * torch.tanh(logits / cap)
-    return -F.cross_entropy(logits, targets, reduction="none")
+    return -F.cross_entropy(logits / temperature, targets, reduction="none")
 
 
 def share_prompts(model) -> str:
@@ -312,54 +340,70 @@ class ReferenceCache(Mapping):
     def __getitem__(self, key):
         return np.frombuffer(self._logps[key], np.float32)  # KeyError: not scored, call fill first
 
-    def fill(self, load_model: Callable, groups: Iterable[Group], tokens_per_forward=16384, path=None, save_every=60) -> int:
-        """Scores the completions that are missing and returns how many they were. `load_model()` is called only if any is;
-        afterwards the model is deleted and the device's memory given back. With `path` the cache is saved every
-        `save_every` seconds, when done, and when interrupted. Out of memory halves tokens_per_forward and goes on."""
-        todo = {(p, y): None for p, completions in groups for y in completions if (p, y) not in self._logps}
-        if not todo:
-            return 0
-        missing = len(todo)
-        model = load_model()  # the expensive thing
-        saved = time.monotonic()
-        bar = tqdm(total=sum(map(_tokens, _gather(todo, tokens_per_forward))), desc="reference", unit="tok", unit_scale=True)
+    def fill(self, load_model: Callable, groups: Iterable[Group], tokens_per_forward=16384, path=None, save_every=60, dtype="float32") -> int:
+        """Scores what is missing, with a model that exists for just that long, and returns how many completions that were.
+        `load_model()` is not called if none is; afterwards the model is deleted and the device's memory given back."""
+        missing = sum((p, y) not in self._logps for p, completions in groups for y in completions)
         try:
-            while todo:
-                work = _gather(todo, tokens_per_forward)
-                for batch in micro_batches(model, work, tokens_per_forward):
-                    batch = [work[i] for i in batch]
-                    if not self._score(model, batch, tokens_per_forward):
-                        tokens_per_forward = min(tokens_per_forward, sum(map(_tokens, batch))) // 2
-                        tqdm.write(f"out of memory in the reference pass: going on with {tokens_per_forward} tokens a forward")
-                        break
-                    for prompt, completions in batch:
-                        for y in completions:
-                            del todo[prompt, y]
-                    bar.update(sum(map(_tokens, batch)))
-                    if path and time.monotonic() - saved > save_every:
-                        self.save(path)
-                        saved = time.monotonic()
+            if missing:
+                self.score(load_model(), groups, tokens_per_forward, path, save_every, dtype)  # the expensive thing
         finally:
-            bar.close()
-            if path:
-                self.save(path)
-            del model  # the last reference, unless the caller kept one
             gc.collect()
             torch.cuda.empty_cache()
         return missing
 
-    @torch.no_grad()
-    def _score(self, model, groups: list[Group], tokens_per_forward) -> bool:
+    def score(self, model, groups: Iterable[Group], tokens_per_forward=16384, path=None, save_every=60, dtype="float32", temperature=1.0):
+        """Scores the completions that are missing with `model`. With `path` the cache is saved every `save_every` seconds,
+        when done, and when interrupted. Out of memory halves tokens_per_forward and goes on."""
+        keys = dict.fromkeys((p, y) for p, completions in groups for y in completions)
+        plan, saved = self._plan(model, keys, tokens_per_forward), time.monotonic()
+        bar = tqdm(total=sum(_tokens(group) for batch in plan for group in batch), desc="reference", unit="tok", unit_scale=True, leave=bool(path),
+                   delay=0 if path else 2)  # between training steps only a long pass is worth a bar
         try:
-            scored = completion_logprobs(model, groups, tokens_per_forward)
+            while plan:
+                batch = plan.pop(0)
+                if not self._score(model, batch, dtype, tokens_per_forward, temperature):
+                    tokens_per_forward = min(tokens_per_forward, sum(map(_tokens, batch))) // 2
+                    tqdm.write(f"out of memory in the reference pass: going on with {tokens_per_forward} tokens a forward")
+                    plan = self._plan(model, keys, tokens_per_forward)
+                    continue
+                bar.update(sum(map(_tokens, batch)))
+                if path and time.monotonic() - saved > save_every:
+                    self.save(path)
+                    saved = time.monotonic()
+        finally:
+            bar.close()
+            if path:
+                self.save(path)
+
+    def _plan(self, model, keys, tokens_per_forward) -> list[list[Group]]:
+        """The forwards of a pass. They are laid out over all keys, known or not, so that a pass that was killed goes on with
+        the same forwards and ends with the same bits; only what is missing from partly known ones is laid out anew."""
+        plan, rest = [], []
+        for groups in _batches(model, keys, tokens_per_forward):
+            lacking = [(p, y) for p, completions in groups for y in completions if (p, y) not in self._logps]
+            if len(lacking) == sum(len(completions) for _, completions in groups):
+                plan.append(groups)
+            else:
+                rest += lacking
+        return plan + _batches(model, rest, tokens_per_forward)
+
+    @torch.no_grad()
+    def _score(self, model, groups: list[Group], dtype, tokens_per_forward, temperature) -> bool:
+        try:
+            with eval_mode(model), autocast(model, dtype):  # LoRA's dropout is no part of the reference
+                scored = completion_logprobs(model, groups, tokens_per_forward, temperature)
         except torch.OutOfMemoryError:
             if len(groups) == len(groups[0][1]) == 1:
                 raise  # one completion alone does not fit: nothing left to halve
             return False  # out of here first: the exception's traceback still holds the forward's tensors
-        for (prompt, completions), logps in zip(groups, scored):
+        flat = torch.cat([logp for logps in scored for logp in logps]).cpu().numpy().tobytes()  # one transfer
+        at = 0
+        for prompt, completions in groups:
             prompt = shared_ints(prompt)
-            for y, logp in zip(completions, logps):
-                self._logps[prompt, shared_ints(y)] = logp.cpu().numpy().tobytes()
+            for y in map(shared_ints, completions):
+                self._logps[prompt, y] = flat[at:at + 4 * len(y)]
+                at += 4 * len(y)
         return True
 
     def save(self, path):
@@ -451,6 +495,11 @@ def _gather(keys: Iterable[tuple[tuple, tuple]], most: float) -> list[Group]:
     return groups
 
 
+def _batches(model, keys, tokens_per_forward) -> list[list[Group]]:
+    groups = _gather(keys, tokens_per_forward)
+    return [[groups[i] for i in batch] for batch in micro_batches(model, groups, tokens_per_forward)]
+
+
 def _pack(dtype, numbers: Iterable) -> bytes:
     return np.fromiter(numbers, dtype).tobytes()
 
@@ -467,6 +516,104 @@ def _identity(path):
     with suppress(FileNotFoundError):
         stat = os.stat(path)
         return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A reference that is held: for completions that nobody could have scored before, and for one that moves
+
+
+class Swap:
+    """The reference's weights in host memory. `with swap as model:` brings them into the one model in place, and brings
+    the policy's back even when the block raises; the optimizer's state and tied weights never notice.
+
+    Only what trains is kept and moved: every weight, or a LoRA adapter alone, whose beginning is then the reference: for
+    a new one (B = 0) the model with its adapters off, for one trained before (an SFT adapter) that adapter.
+    """
+
+    def __init__(self, policy, reference=None):
+        self.policy, self.weights = policy, [p for p in policy.parameters() if p.requires_grad]  # tied ones come once
+        self.reference = [self._host(p) for p in matching_weights(policy, reference or policy)]
+        self.saved = [torch.empty_like(r, pin_memory=r.is_pinned()) for r in self.reference]
+
+    @staticmethod
+    def _host(weight):
+        weight = _local(weight)
+        return torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight)
+
+    @torch.no_grad()
+    def _put(self, source, keep=()):
+        for module in self.policy.modules():  # FSDP2 would go on with the gathered copy of the old weights
+            if hasattr(module, "reshard"):
+                module.reshard()
+        for weight, saved in zip(map(_local, self.weights), keep):
+            saved.copy_(weight, non_blocking=True)
+        for weight, new in zip(map(_local, self.weights), source):
+            weight.copy_(new, non_blocking=True)  # in stream order: after its old value left
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def __enter__(self):
+        self._put(self.reference, keep=self.saved)
+        return self.policy
+
+    def __exit__(self, *_):
+        self._put(self.saved)
+
+    @torch.no_grad()
+    def sync(self, mix: float = 1.0):
+        """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
+        for r, p in zip(self.reference, self.weights):
+            r.lerp_(_local(p).to(r.device), mix) if mix < 1 else r.copy_(_local(p))
+
+
+class Live:
+    """The reference as a second model on the device, for comparison or a small one. The same interface as Swap."""
+
+    def __init__(self, policy, reference):
+        self.policy, self.model = policy, reference
+
+    def __enter__(self):
+        return self.model
+
+    def __exit__(self, *_):
+        pass
+
+    @torch.no_grad()
+    def sync(self, mix: float = 1.0):
+        for r, p in zip(matching_weights(self.policy, self.model), (p for p in self.policy.parameters() if p.requires_grad)):
+            r.lerp_(p.to(r.dtype), mix) if mix < 1 else r.copy_(p)
+
+
+def _local(weight):
+    return getattr(weight, "_local_tensor", weight).detach()  # under FSDP2 this rank's shard
+
+
+def matching_weights(policy, reference) -> list:
+    """The reference's weights under the names of those that train in the policy. Raises BadInput if their shapes differ."""
+    theirs = dict(reference.named_parameters())
+    ours = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
+    for name, p in ours:
+        if name not in theirs or theirs[name].shape != p.shape:
+            raise BadInput(f"the reference's weights are not shaped like the policy's ({name}): use --ref cache, or another --ref_model")
+    return [theirs[name] for name, _ in ours]
+
+
+def reference_window(step: int, steps: int, args) -> range:
+    """The steps, this one (from 1) among them, that one swap scores: --ref_ahead of them, but not past a move of the reference.
+    A function of the step alone, so that a resumed run scores the same steps together again."""
+    moved = step - 1 - (step - 1) % (args.sync_reference or steps)  # steps before the reference's last move
+    first = step - (step - 1 - moved) % args.ref_ahead
+    return range(first, min(first + args.ref_ahead, moved + (args.sync_reference or steps) + 1, steps + 1))
+
+
+def reference_logprobs(reference, groups: list[Group], args) -> Mapping | None:
+    """log π_ref of all these groups, from wherever it is: a complete cache, or a Swap or Live, entered once. None stays None."""
+    if reference is None or isinstance(reference, ReferenceCache):
+        return reference
+    known = ReferenceCache()
+    with reference as model:  # the expensive thing: the weights go in, and out again
+        known.score(model, groups, args.tokens_per_forward, dtype=args.dtype, temperature=getattr(args, "temperature", 1.0))
+    return known
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -498,21 +645,35 @@ def _fsync(path: Path):
         os.close(handle)
 
 
+def adapter_base(name: str) -> str | None:
+    """The model that a LoRA adapter in peft's format belongs to; None for a checkpoint that is whole."""
+    if file := cached_file(name, "adapter_config.json", _raise_exceptions_for_missing_entries=False):
+        try:
+            return json.loads(Path(file).read_text())["base_model_name_or_path"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise BadInput(f"cannot read {file}: {type(error).__name__} {one_line(error)}") from None
+    return None
+
+
 def checkpoint_digest(name: str) -> str:
     """What a checkpoint is, without loading it: SHA-256 of its config and its safetensors files. `name` is a folder or a
     hub name (fetched if it is not there yet). Raises BadInput if there is no such checkpoint."""
     def fetch(file):
         return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     try:
-        config, index, single = (fetch(file) for file in ("config.json", "model.safetensors.index.json", "model.safetensors"))
+        base = adapter_base(name)
+        config, single = (fetch(f"adapter_{file}" if base else file) for file in ("config.json", "model.safetensors"))
+        index = None if base else fetch("model.safetensors.index.json")
         if not config or not (index or single):
             raise ValueError(f"it has no {'model.safetensors' if config else 'config.json'}, as save_pretrained writes it")
         files = [single] if single else [fetch(file) for file in sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))]
         config = {k: v for k, v in json.loads(Path(config).read_text()).items() if k not in ("transformers_version", "_name_or_path")}
-        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + (checkpoint_digest(base).encode() if base else b""))
         for file in files:
             digest.update(np.memmap(file, np.uint8, "r"))
         return digest.hexdigest()[:32]
+    except BadInput:
+        raise
     except Exception as error:  # no such folder, no such hub name, a missing shard, an empty file
         raise BadInput(f"cannot read the model {name}: {type(error).__name__} {one_line(error)}") from None
 
@@ -529,8 +690,18 @@ def check_vocabulary(tokenizer, name: str):
             raise BadInput(f"the tokenizer of {name} is not the policy's, so their token ids mean different things: name another --ref_model")
 
 
-def load_model(name: str, device: str, gradient_checkpointing: bool = False):
-    """A checkpoint in float32 and in eval mode, for good: dropout would add noise to every log-ratio."""
+def load_model(name: str, device: str, trainable: bool = False):
+    """A checkpoint in float32 and in eval mode, for good: dropout would add noise to every log-ratio. An adapter comes on its base."""
+    if base := adapter_base(name):
+        peft, model = import_peft(), load_model(base, device)
+        try:
+            if not cached_file(name, "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False):
+                raise ValueError("it has no adapter_model.safetensors")
+            adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=trainable, autocast_adapter_dtype=False)
+        except Exception as error:
+            raise BadInput(f"cannot load the adapter {name}: {one_line(error)}") from None
+        adapted.saved_dtype = model.saved_dtype
+        return adapted.float().to(device).eval()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True)
@@ -539,10 +710,40 @@ def load_model(name: str, device: str, gradient_checkpointing: bool = False):
     if missing := [*info["missing_keys"], *info["mismatched_keys"]]:
         raise BadInput(f"{name} lacks weights of a language model ({missing[0]}, ..), which would be trained from noise: name another")
     model.saved_dtype = model.dtype  # in which save_model writes it
-    model = model.float().to(device).eval()
-    if gradient_checkpointing:
-        checkpoint_layers(model)
-    return model
+    return model.float().to(device).eval()
+
+
+def load_policy(args, device: str):
+    """The model that trains: all of --model; with --lora_r a new adapter over it (LoRA, arXiv:2106.09685); or the adapter it is."""
+    policy = load_model(args.model, device, trainable=True)
+    if args.lora_r:
+        peft = import_peft()
+        target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
+                                 lora_dropout=args.lora_dropout, target_modules=target)
+        try:
+            adapted = peft.get_peft_model(policy, config)
+        except ValueError as error:  # no such layers
+            raise BadInput(f"--lora_target {args.lora_target}: {one_line(error)}") from None
+        adapted.saved_dtype = policy.saved_dtype
+        policy = adapted.eval()
+    for name, module in policy.named_modules():
+        if ".lora_dropout" in name:
+            module.train()  # the one dropout there is; eval_mode turns it off for whatever is not a training step
+    if args.gradient_checkpointing:
+        checkpoint_layers(base_model(policy))
+    why_not, trains = share_prompts(policy), sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    print(f"policy: {sum(p.numel() for p in policy.parameters()):,} parameters, {trains:,} of them in training, on {device}, {args.dtype} "
+          "forwards, " + (f"padded rows because {why_not}" if why_not else "every prompt encoded once, no padding"))
+    return policy
+
+
+def import_peft():
+    try:
+        import peft
+        return peft
+    except ImportError:
+        raise BadInput("LoRA adapters need `pip install peft`") from None
 
 
 def checkpoint_layers(model, use_reentrant: bool = False):
@@ -560,8 +761,12 @@ def checkpoint_layers(model, use_reentrant: bool = False):
 def load_tokenizer(name: str):
     """The tokenizer of a checkpoint, and the model's longest row."""
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False), context_length(config)
+        base = adapter_base(name) or name
+        own = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(name if own else base, trust_remote_code=False), context_length(config)
+    except BadInput:
+        raise
     except Exception as error:
         raise BadInput(f"cannot load the tokenizer of {name}: {one_line(error)}") from None
 
@@ -577,16 +782,22 @@ def context_length(config) -> float:
     return longest
 
 
-def save_model(model, tokenizer, out: Path):
-    """save_pretrained in the dtype it was loaded in. config.json goes first and comes last: half a model does not load."""
-    saving = out / ".saving"
+def save_model(model, tokenizer, out: Path, merge: bool = False):
+    """save_pretrained in the dtype it was loaded in; of an adapter its own files, or with `merge` the whole model.
+    The config goes first and comes last: half a model does not load."""
+    saving, configs = out / ".saving", ("config.json", "adapter_config.json")
     shutil.rmtree(saving, ignore_errors=True)
-    model.to(model.saved_dtype).save_pretrained(saving)
+    if merge:
+        model.merge_and_unload().to(model.saved_dtype).save_pretrained(saving)
+    else:
+        (model if hasattr(model, "peft_config") else model.to(model.saved_dtype)).save_pretrained(saving)
+        (saving / "README.md").unlink(missing_ok=True)  # peft's empty model card
     tokenizer.save_pretrained(saving)
-    (out / "config.json").unlink(missing_ok=True)
+    for config in configs:
+        (out / config).unlink(missing_ok=True)
     for stale in (file for pattern in ("*.safetensors*", "*chat_template*", "tokenizer*") for file in out.glob(pattern)):
         shutil.rmtree(stale) if stale.is_dir() else stale.unlink()  # of an earlier run with another model
-    for file in sorted(saving.iterdir(), key=lambda file: file.name == "config.json"):
+    for file in sorted(saving.iterdir(), key=lambda file: file.name in configs):
         move_whole(file, out / file.name)
     saving.rmdir()
 
@@ -603,24 +814,284 @@ def load_function(spec: str):
         raise BadInput(f"cannot load {spec} as FILE.py:FUNCTION: {type(error).__name__} {error}") from None
 
 
-def call_scorer(function, name: str, prompts: list, completions: list, columns: dict) -> list[float | None]:
-    """Scores by a reward function in TRL's signature; None where it has nothing to say."""
+def call_scorer(function, name: str, samples: list[dict], rows: list[dict]) -> list[float | None]:
+    """Scores of samples {prompt, completion} by a reward function in TRL's signature, f(prompts, completions, **columns),
+    with the columns of their rows; None where it has nothing to say. Completions are strings, or messages if prompts are."""
+    completions = [s["completion"] if isinstance(s["prompt"], str) else [{"role": "assistant", "content": s["completion"]}] for s in samples]
+    columns = {column: [row.get(column) for row in rows] for column in rows[0] if column not in ("prompt", "prompts", "completions")}
     try:
-        scores = list(function(prompts=prompts, completions=completions, **columns))
-        for score in scores:
+        scores = list(function(prompts=[sample["prompt"] for sample in samples], completions=completions, **columns))
+        if len(scores) != len(samples):
+            raise ValueError(f"it returned {len(scores)} scores for {len(samples)} completions")
+        for score, sample in zip(scores, samples):
             if score is not None and not math.isfinite(score):
-                raise ValueError(f"it returned {score}")
-        if len(scores) != len(completions):
-            raise ValueError(f"it returned {len(scores)} scores for {len(completions)} completions")
-        return scores
+                raise ValueError(f"it returned {score} for the completion {sample['completion'][:60]!r}")
+        return [score if score is None else float(score) for score in scores]
     except (Exception, SystemExit) as error:
         raise BadInput(f"{name} failed: {type(error).__name__} {one_line(error)}") from error
+
+
+class RewardModel:
+    """A sequence classifier with one output, as a reward function. Between its calls it waits on the CPU."""
+
+    def __init__(self, name: str, device: str, tokens_per_forward: int):
+        self.name, self.device, self.tokens_per_forward = name, device, tokens_per_forward
+        self.tokenizer, self.longest = load_tokenizer(name)
+        try:
+            self.model, info = AutoModelForSequenceClassification.from_pretrained(
+                name, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True)
+        except Exception as error:
+            raise BadInput(f"cannot load the reward model {name}: {one_line(error)}") from None
+        if info["missing_keys"] or self.model.config.num_labels != 1:
+            raise BadInput(f"{name} is no reward model: it needs a trained head with one output, and has {self.model.config.num_labels} outputs "
+                           f"and lacks {info['missing_keys'] or 'nothing'}")
+        self.model.eval()
+        if self.model.config.pad_token_id is None:  # by which the model finds where each row ends
+            self.model.config.pad_token_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
+
+    @torch.no_grad()
+    def __call__(self, prompts, completions, **columns) -> list[float]:
+        texts = [render(self.tokenizer, prompt, [y], "a sample for the reward model")[1] for prompt, y in zip(prompts, completions)]
+        ids = self.tokenizer(texts, add_special_tokens=isinstance(prompts[0], str)).input_ids
+        if not all(0 < len(row) <= self.longest for row in ids):
+            raise ValueError(f"a sample is longer than its {self.longest} positions: lower --max_length or --max_new_tokens")
+        order, scores, pad = sorted(range(len(ids)), key=lambda i: -len(ids[i])), [0.0] * len(ids), self.model.config.pad_token_id
+        self.model.to(self.device)
+        while order:
+            n = 1 if pad is None else max(1, self.tokens_per_forward // len(ids[order[0]]))
+            batch, order = order[:n], order[n:]
+            longest = len(ids[batch[0]])
+            padded = torch.tensor([ids[i] + [pad] * (longest - len(ids[i])) for i in batch], device=self.device)
+            mask = torch.tensor([[1] * len(ids[i]) + [0] * (longest - len(ids[i])) for i in batch], device=self.device)
+            for i, score in zip(batch, self.model(input_ids=padded, attention_mask=mask).logits[:, 0].float().tolist()):
+                scores[i] = score
+        self.model.to("cpu")
+        torch.cuda.empty_cache()
+        return scores
 
 
 def peak_memory() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB"  # KiB on Linux
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A run: what the three scripts do in the same way
+
+
+def with_defaults(args, demo: dict):
+    """Fills in what depends on other flags; without --model and --data the demo's."""
+    if args.model is None and args.data is None:
+        args = replace(args, **{name: value for name, value in demo.items() if getattr(args, name) is None})
+    same = args.ref != "none" and args.model and Path(args.ref_model or args.model) == Path(args.model)
+    values = dict(dtype=args.dtype if args.dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32",
+                  lr=1e-6 if args.lr is None else args.lr, ref_model=args.model if same else args.ref_model)
+    if args.ref == "cache":
+        values["ref_cache"] = args.ref_cache or f"{args.out}/reference_logprobs.pkl"
+    if getattr(args, "humanline", False) and args.sync_reference is None:
+        values["sync_reference"] = 1
+    return replace(args, **values)
+
+
+def check_args(args, positive: str, *rules: tuple[bool, str]):
+    """Refuses what cannot be meant, in one sentence: rules of the script, then what holds for all of them."""
+    def value(name):
+        return getattr(args, name, None)
+    lora = args.lora_r or args.model and adapter_base(args.model)
+    for wrong, sentence in (
+        (not (args.model and args.data), "--model and --data go together: give both, or neither for the demo"),
+        (Path(args.out).resolve() in (Path(args.model or "").resolve(), Path(args.ref_model or "").resolve()),
+         "--out is the folder of --model or --ref_model: name another"),
+        *rules,
+        (args.ref == "none" and (args.ref_model or value("ref_cache")), "there is no reference here: leave out --ref_model and --ref_cache"),
+        (args.ref != "cache" and value("ref_cache"), f"--ref {args.ref} keeps no file: leave out --ref_cache"),
+        (args.ref == "adapter" and not lora, "--ref adapter is the model without its LoRA adapter: add --lora_r, or use --ref swap"),
+        (args.ref == "adapter" and args.ref_model != args.model, "--ref adapter is --model itself: leave out --ref_model, or use --ref cache"),
+        (args.ref == "swap" and lora, "a LoRA run has its reference at hand: use --ref adapter instead of --ref swap"),
+        (args.ref_dtype != "float32" and args.ref != "live", f"--ref {args.ref} has no weights of its own on the device: leave out --ref_dtype"),
+        (args.lora_r and adapter_base(args.model), f"{args.model} is an adapter already, which goes on training: leave out --lora_r"),
+        (args.merge and not lora, "there is no adapter to --merge: add --lora_r"),
+        (not lora and (args.lora_alpha or args.lora_dropout or args.lora_target != "all-linear"), "--lora_* needs --lora_r"),
+        (value("humanline") and (value("sync_reference") or 1) != 1, "--humanline syncs the reference at every step: leave out --sync_reference"),
+        (value("sync_reference") and args.ref not in ("swap", "live", "adapter"),
+         f"--ref {args.ref} never moves, and --sync_reference and --humanline need a reference that does: use --ref {'adapter' if lora else 'swap'}"),
+        (value("sync_reference") and args.ref == "live" and lora, "the moving reference of a LoRA run is an adapter: use --ref adapter"),
+        (value("sync_mix") not in (None, 1.0) and not value("sync_reference"), "--sync_mix needs --sync_reference"),
+        (not 0 < (value("sync_mix") or 1) <= 1, "--sync_mix must be above 0 and at most 1"),
+        (not 0 <= args.lora_dropout < 1, "--lora_dropout must be at least 0 and less than 1"),
+        (value("log_eps_p") is not None and not value("log_eps_p") <= 0 <= value("log_eps_r"), "--log_eps_p must not be above 0, nor --log_eps_r below"),
+        (not 0 <= (args.lr or 0) < math.inf or not 0 <= args.weight_decay < math.inf or min(args.samples, args.eval_size) < 0,
+         "--lr, --weight_decay, --samples and --eval_size must be numbers, and not negative"),
+        (not 0 <= args.warmup <= 1, "--warmup is a share of the steps: between 0 and 1"),
+        (not 0 <= args.seed < 2**63, "--seed must be between 0 and 2^63"),
+        *((value(name) is not None and not 0 < value(name) < math.inf, f"--{name} must be above 0")
+          for name in (positive + " lora_r lora_alpha sync_reference batch_size tokens_per_forward max_length max_new_tokens steps epochs "
+                       "eval_every max_grad_norm").split()),
+    ):
+        if wrong:
+            raise BadInput(sentence)
+
+
+def load_references(args, tokenizer, asked: list[Group], device: str):
+    """Policy and reference. A cache is filled first, and its model gone when the policy comes: there are never two in memory."""
+    reference, other = None, args.ref_model if args.ref_model != args.model else None
+    if other:
+        check_vocabulary(tokenizer, other)
+    if args.ref == "cache":
+        reference = fill_cache(args, tokenizer, asked, device)
+    policy = load_policy(args, device)
+    if args.ref in ("swap", "adapter"):
+        reference = Swap(policy, load_model(other, "cpu") if other else None)
+    elif args.ref == "live":
+        reference = Live(policy, load_model(args.ref_model, device).to(getattr(torch, args.ref_dtype)))
+    return policy, reference
+
+
+def fill_cache(args, tokenizer, asked: list[Group], device: str) -> ReferenceCache:
+    """The reference's log-probs of all groups: from the file, and for the rest from the model, which is gone afterwards."""
+    reference = ReferenceCache(reference=checkpoint_digest(args.ref_model), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
+    try:
+        Path(args.ref_cache).parent.mkdir(parents=True, exist_ok=True)
+        if Path(args.ref_cache).exists():
+            reference.load(args.ref_cache)
+        reference.save(args.ref_cache)  # at the door, not after the pass: can it be written?
+    except OSError as error:
+        raise BadInput(f"cannot read and write --ref_cache {args.ref_cache}: {error}") from None
+    scored = reference.fill(lambda: load_model(args.ref_model, device), asked, args.tokens_per_forward, args.ref_cache, dtype=args.dtype)
+    print(f"reference: {scored} answers scored, the other {len(reference) - scored} known from {args.ref_cache}")
+    return reference
+
+
+@torch.no_grad()
+def check_start(policy, groups: list[Group], known: Mapping | None, values: str, args):
+    """Before its first update the policy is the reference: token for token they must agree, to rounding."""
+    if known is None or args.ref_model != args.model:
+        return
+    with eval_mode(policy), autocast(policy, args.dtype):
+        logps = completion_logprobs(policy, groups, args.tokens_per_forward, getattr(args, "temperature", 1.0))
+    gaps = np.concatenate([abs(logp.cpu().numpy() - known[prompt, y]) for (prompt, ys), row in zip(groups, logps) for y, logp in zip(ys, row)])
+    print(f"step 0: policy and reference differ by at most {gaps.max():.1e} nats a token; {values}")
+    if not gaps.mean() < (3e-2 if "bfloat16" in (args.dtype, args.ref_dtype) else 1e-4):
+        raise Diverged(f"step 0: policy and reference are the same model, but differ by {gaps.mean():.2g} nats a token on average: the "
+                       "reference's file does not hold what it says (delete it), or this model's forward is not deterministic")
+
+
+def hold_out(rows: list, size: int, seed: int) -> tuple[list, list]:
+    """Splits off the rows of `size` prompts, at most a tenth of them; all rows of a prompt stay on one side."""
+    prompts = sorted({row.prompt for row in rows})
+    held = {prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))[:min(size, len(prompts) // 10)]}
+    return [row for row in rows if row.prompt not in held], [row for row in rows if row.prompt in held]
+
+
+def batch_rows(step: int, n: int, batch_size: int, seed: int) -> list[int]:
+    """The rows of a step (from 1): epoch after epoch of permutations, each a function of (seed, epoch) alone."""
+    places = range((step - 1) * batch_size, step * batch_size)
+    orders = {epoch: np.random.default_rng([seed, epoch]).permutation(n) for epoch in {place // n for place in places}}
+    return [int(orders[place // n][place % n]) for place in places]
+
+
+def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
+    """Share of the peak learning rate at a step (from 1): linear warmup, then constant, or falling so that step steps + 1 had 0."""
+    if step <= (rise := round(warmup * steps)):
+        return step / rise
+    left = (steps - step + 1) / (steps - rise)  # 1 .. 1 / (steps − rise)
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[schedule]
+
+
+class Log:
+    """metrics.jsonl, one JSON object a step; samples.jsonl, one a sampled completion; and TensorBoard."""
+
+    def __init__(self, args):
+        self.out, self.args, self.history, self.answers, self.board, self.files = Path(args.out), args, [], [], None, {}
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_whole(self.out / ".writable", b"")
+            (self.out / ".writable").unlink()
+            if args.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+                self.board = SummaryWriter(self.out)
+        except OSError as error:
+            raise BadInput(f"cannot write into --out {self.out}: {error}") from None
+        except ImportError:
+            raise BadInput("--tensorboard needs `pip install tensorboard`") from None
+
+    def write(self, values: dict, answers: list[dict] = [], samples: list[dict] = [], seconds: dict = {}):
+        """A step's metrics; held-out answers and training samples; and its seconds, which are never the same twice, in a file of their own."""
+        if not self.files:  # only now: a run that is refused before its first line leaves the last one's files alone
+            write_whole(self.out / "args.json", json.dumps(asdict(self.args), indent=2).encode())
+            self.files = {name: open(self.out / f"{name}.jsonl", "w") for name in ("metrics", "samples", "seconds")}
+        self.history.append(values)
+        print(json.dumps(values), file=self.files["metrics"], flush=True)
+        answers = [{"step": values["step"], "held_out": True, **row} for row in answers]
+        self.answers += answers
+        for row in answers + [{"step": values["step"], "held_out": False, **row} for row in samples]:
+            print(json.dumps(row), file=self.files["samples"], flush=True)
+        if seconds:
+            print(json.dumps({"step": values["step"], **seconds}), file=self.files["seconds"], flush=True)
+        if self.board:
+            for name, value in (values | seconds).items():
+                self.board.add_scalar(name, value, values["step"])
+
+
+def stop_tokens(model, tokenizer) -> set[int]:
+    """The ids that end a completion: the tokenizer's EOS, and whatever else the model's generation config names."""
+    ends = base_model(model).generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+
+
+@torch.no_grad()
+def generate(model, tokenizer, prompts: list[tuple], max_new_tokens: int, seed: int, temperature=1.0, top_p=1.0, top_k=0) -> list[tuple]:
+    """One completion of each prompt, token ids with the stop token, by transformers' generate(); by default from the model's
+    own distribution, nothing cut off, whatever its generation config says. Temperature 0 is greedy."""
+    core, ends, completions = base_model(model), stop_tokens(model, tokenizer), []
+    choice = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p) if temperature else dict(do_sample=False)
+    config = GenerationConfig(**choice, max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=tokenizer.pad_token_id or 0)
+    longest, own = max(map(len, prompts), default=0), core.generation_config
+    core.generation_config = GenerationConfig()  # or generate() would take from it what `config` leaves open
+    try:
+        with torch.random.fork_rng(), eval_mode(model):
+            torch.manual_seed(seed)
+            for at in tqdm(range(0, len(prompts), 32), desc="sample", leave=False):
+                ids, mask = pad_left(prompts[at:at + 32], longest, core.device)
+                for new in core.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, longest:].tolist():
+                    stop = next((i + 1 for i, token in enumerate(new) if token in ends), max_new_tokens)
+                    completions.append(tuple(new[:stop]))
+    finally:
+        core.generation_config = own
+    return completions
+
+
+def pad_left(prompts: list[tuple], longest: int, device) -> tuple[torch.Tensor, torch.Tensor]:  # (B, longest) each
+    ids = torch.tensor([[0] * (longest - len(p)) + [*p] for p in prompts], device=device)
+    return ids, torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
+
+
+def answer(policy, tokenizer, held: list, score, args) -> tuple[list[dict], dict[str, float]]:
+    """Samples of held-out prompts, as samples.jsonl keeps them, and their mean score."""
+    room = context_length(policy.config) - args.max_new_tokens  # for a prompt
+    asked = list({row.prompt: row for row in held if len(row.prompt) <= room}.values())[:args.samples]
+    with autocast(policy, args.dtype):
+        ids = generate(policy, tokenizer, [row.prompt for row in asked], args.max_new_tokens, args.seed)
+    samples = [{"prompt": row.row["prompt"], "completion": text} for row, text in zip(asked, tokenizer.batch_decode(ids, skip_special_tokens=True))]
+    if not score or not asked:
+        return samples, {}
+    for sample, value in zip(samples, call_scorer(score, args.score, samples, [row.row for row in asked])):
+        sample["score"] = value
+    scores = [sample["score"] for sample in samples if sample["score"] is not None]
+    return samples, {"eval_score": float(np.mean(scores))} if scores else {}
+
+
+def report(log: Log):
+    """What changed on held-out data, from the first line of the metrics to the last."""
+    before, after = ([row for row in log.answers if row["step"] == values["step"]] for values in (log.history[0], log.history[-1]))
+    for old, new in list(zip(before, after))[:3]:
+        prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
+        print(f"\n{prompt}\n  before  {old['completion']}\n  after   {new['completion']}")
+    print(f"\n{'held out':28}{'before':>8}{'after':>8}")
+    for name in ("eval_loss", "eval_reward", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score"):
+        if name in log.history[0]:
+            print(f"{name:28}{log.history[0][name]:8.3f}{log.history[-1][name]:8.3f}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -689,7 +1160,7 @@ def render(tokenizer, prompt, answers, where: str) -> list[str]:
     plain, end = isinstance(prompt, str), tokenizer.eos_token
     if any(isinstance(answer, str) != plain for answer in answers):
         raise BadInput(f"{where}: prompt and answers must be all strings or all chat messages")
-    if plain and not end:
+    if plain and answers and not end:
         raise BadInput(f"{where} holds plain strings, and the tokenizer has no EOS token to end the answers with: set its eos_token")
     try:
         if plain:
@@ -728,7 +1199,7 @@ def encode(tokenizer, source: str, parse, max_length: int, truncate: bool) -> li
                 counts[problem] += 1
                 first.setdefault(problem, where)
             if not problem or problem.startswith("truncated"):
-                kept.append((shared_ints(x[max(0, over):]), [shared_ints(y) for y in ys], row, where))
+                kept.append((shared_ints(x[max(0, over):]), [shared_ints(y) for y in ys], row | {"prompt": prompt}, where))
     print(f"{source}: {len(kept)} of {len(rows)} rows" + "".join(f"; {n} {what}, first {first[what]}" for what, n in counts.items()))
     if not kept:
         raise BadInput(f"{source}: no row fits" if rows else f"{source} holds no rows")

@@ -98,15 +98,16 @@ def exactness(args: Args):
 
 def bytes_a_token(args: Args):
     """Of 20,000 pairs of about 300 tokens, the values invented."""
+    from models import make
     rng = np.random.default_rng(0)
     groups = [draw(rng, 150_000, int(rng.integers(60, 240)), *rng.integers(20, 130, 2)) for _ in range(20_000)]
     tokens = sum(len(p) + sum(map(len, ys)) for p, ys in groups)
-    refcache.completion_logprobs = lambda model, groups, _: [[torch.rand(len(y)) for y in ys] for _, ys in groups]
+    refcache.completion_logprobs = lambda model, groups, *_: [[torch.rand(len(y)) for y in ys] for _, ys in groups]
     refcache.micro_batches = lambda model, groups, _: [[i] for i in range(len(groups))]
     shared_ints(range(150_000))
     cache, again = ReferenceCache(reference="a"), ReferenceCache(reference="a")
     tracemalloc.start()
-    cache.fill(object, groups)
+    cache.fill(lambda: make("llama"), groups)
     after_fill = tracemalloc.get_traced_memory()[0] / tokens
     tracemalloc.stop()
     with tempfile.TemporaryDirectory() as folder:

@@ -46,13 +46,14 @@ def test_the_boundary_is_part_of_the_key():
         cache[(5, 6, 7), (8,)]
 
 
-def test_fill_scores_only_what_is_missing_and_loads_nothing_if_nothing_is(capsys):
+def test_fill_scores_only_what_is_missing_and_loads_nothing_if_nothing_is(tmp_path, capsys):
     cache, seen = filled(GROUPS[:2]), []
     def load():
         seen.append(1)
         return make("llama")
     assert cache.fill(load, GROUPS) == 4 and cache.fill(load, GROUPS) == 0 and seen == [1]
     assert same(cache, filled())
+    cache.fill(load, [((5, 6), [(1, 2)])], path=tmp_path / "cache.pkl")
     assert "tok/s" in capsys.readouterr().err
 
 
@@ -81,10 +82,10 @@ def test_fill_lets_go_of_the_model(cycle):
 
 
 def test_out_of_memory_halves_the_forward_and_goes_on(monkeypatch, capsys):
-    def small_device(model, groups, budget, original=refcache.completion_logprobs):
+    def small_device(model, groups, budget, temperature, original=refcache.completion_logprobs):
         if sum(len(p) + sum(map(len, ys)) for p, ys in groups) > 17:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(model, groups, budget)
+        return original(model, groups, budget, temperature)
     monkeypatch.setattr(refcache, "completion_logprobs", small_device)
     groups = [g for g in GROUPS if len(g[0]) < 10]
     cache = filled(groups)
@@ -103,11 +104,11 @@ def test_out_of_memory_with_a_single_completion_is_an_error(monkeypatch):
 
 def test_interrupted_fill_keeps_what_it_had(tmp_path, monkeypatch):
     path, calls = tmp_path / "cache.pkl", []
-    def interrupted(model, groups, budget, original=refcache.completion_logprobs):
+    def interrupted(model, groups, budget, temperature, original=refcache.completion_logprobs):
         calls.append(groups)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return original(model, groups, budget)
+        return original(model, groups, budget, temperature)
     monkeypatch.setattr(refcache, "completion_logprobs", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ReferenceCache(**HEADER).fill(lambda: make("llama"), GROUPS, tokens_per_forward=30, path=path)
@@ -174,7 +175,7 @@ def test_a_file_of_something_else_is_refused_with_both_values(tmp_path, name):
 
 
 def test_at_most_14_bytes_a_token_in_memory_and_8_on_disk(tmp_path, monkeypatch):
-    monkeypatch.setattr(refcache, "completion_logprobs", lambda model, groups, _: [[torch.rand(len(y)) for y in ys] for _, ys in groups])
+    monkeypatch.setattr(refcache, "completion_logprobs", lambda model, groups, *_: [[torch.rand(len(y)) for y in ys] for _, ys in groups])
     monkeypatch.setattr(refcache, "micro_batches", lambda model, groups, _: [[i] for i in range(len(groups))])
     rng = np.random.default_rng(0)
     groups = [(tuple(rng.integers(150_000, size=120).tolist()), [tuple(rng.integers(150_000, size=60).tolist()) for _ in "wl"])
@@ -183,7 +184,7 @@ def test_at_most_14_bytes_a_token_in_memory_and_8_on_disk(tmp_path, monkeypatch)
     shared_ints(range(150_000))  # the table of ints, once a process: 5 MB for 150,000 ids, whatever the number of rows
     tracemalloc.start()
     cache = ReferenceCache(**HEADER)
-    cache.fill(object, groups)
+    cache.fill(lambda: make("llama"), groups)
     after_fill = tracemalloc.get_traced_memory()[0] / tokens
     cache.save(tmp_path / "cache.pkl")
     del cache

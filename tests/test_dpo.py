@@ -23,6 +23,7 @@ ROOT = Path(dpo.__file__).parent
 MODEL = str(ROOT / "demo/model")
 ROWS = [json.loads(line) for line in open(ROOT / "demo/pairs.jsonl")][:48]
 TOKENIZER, CONTEXT = load_tokenizer(MODEL)
+LOAD = refcache.load_model
 
 
 def write(path, rows):
@@ -139,7 +140,7 @@ def test_cached_run_equals_a_run_with_the_reference_beside_it(args):
 def test_a_complete_cache_never_loads_the_reference(args, monkeypatch):
     main(args)
     loaded = []
-    monkeypatch.setattr(dpo, "load_model", lambda *a: loaded.append(a) or refcache.load_model(*a))
+    monkeypatch.setattr(refcache, "load_model", lambda *a, real=refcache.load_model, **k: loaded.append(a) or real(*a, **k))
     main(replace(args, lr=5e-4, seed=3))  # other settings, the same reference
     assert len(loaded) == 1
 
@@ -147,11 +148,11 @@ def test_a_complete_cache_never_loads_the_reference(args, monkeypatch):
 def test_never_two_models_in_memory(args, monkeypatch):
     import weakref
     alive, most = weakref.WeakSet(), []
-    def load(*a):
-        alive.add(model := refcache.load_model(*a))
+    def load(*a, real=refcache.load_model, **k):
+        alive.add(model := real(*a, **k))
         most.append(len(alive))
         return model
-    monkeypatch.setattr(dpo, "load_model", load)
+    monkeypatch.setattr(refcache, "load_model", load)
     main(args)
     assert most == [1, 1]
 
@@ -159,7 +160,7 @@ def test_never_two_models_in_memory(args, monkeypatch):
 def test_simpo_and_ref_none_load_no_reference(args, monkeypatch):
     for changes in (dict(loss="simpo"), dict(ref="none")):
         loaded = []
-        monkeypatch.setattr(dpo, "load_model", lambda *a: loaded.append(a) or refcache.load_model(*a))
+        monkeypatch.setattr(refcache, "load_model", lambda *a, real=LOAD, **k: loaded.append(a) or real(*a, **k))
         main(replace(args, **changes))
         assert len(loaded) == 1 and not (Path(args.out) / "reference_logprobs.pkl").exists()
 
@@ -351,10 +352,9 @@ def test_show_data_marks_what_is_trained(args, capsys):
 
 
 def answers_of(args, model=MODEL, **changes):
-    policy = refcache.load_model(model, "cpu", changes.pop("gradient_checkpointing", False))
-    refcache.share_prompts(policy)
+    policy = refcache.load_policy(replace(args, model=model, **changes), "cpu")
     prompts = [pair.prompt for pair in dpo.load_rows(args.data, TOKENIZER, 1024, args)[:40]]
-    return dpo.sample(policy, TOKENIZER, prompts, 12, seed=0)
+    return refcache.generate(policy, TOKENIZER, prompts, 12, seed=0)
 
 
 def test_checkpointing_leaves_samples_alone(args):

@@ -178,7 +178,7 @@ def test_training_equals_a_slow_loop(args, tmp_path):
 def test_the_cache_answers_every_question_of_three_epochs(args, monkeypatch):
     """Training, KL and evaluation rows, shuffled, at two batch sizes; the reference is loaded once."""
     loaded = []
-    monkeypatch.setattr(kto, "load_model", lambda *a: loaded.append(a) or refcache.load_model(*a))
+    monkeypatch.setattr(refcache, "load_model", lambda *a, real=refcache.load_model, **k: loaded.append(a) or real(*a, **k))
     main(replace(args, steps=None, epochs=3.0, eval_every=2))
     assert len(loaded) == 2
     main(replace(args, steps=None, epochs=3.0, batch_size=5, beta=0.2))  # a miss would be a KeyError
@@ -187,8 +187,8 @@ def test_the_cache_answers_every_question_of_three_epochs(args, monkeypatch):
 
 def test_a_step_costs_one_forward_over_the_others_and_one_over_the_rows(args, monkeypatch):
     asked = []
-    monkeypatch.setattr(kto, "completion_logprobs", lambda policy, groups, n: asked.append((torch.is_grad_enabled(), len(groups))) or
-                        refcache.completion_logprobs(policy, groups, n))
+    monkeypatch.setattr(kto, "log_ratios", lambda policy, groups, *rest: asked.append((torch.is_grad_enabled(), len(groups))) or
+                        refcache.log_ratios(policy, groups, *rest))
     main(replace(args, eval_data=None, eval_size=0))
     assert asked == [(False, 8), (True, 8)] * 3
 

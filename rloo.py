@@ -1,0 +1,435 @@
+"""RLOO: learn from a reward, with k samples of a prompt as each other's baseline.
+
+Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv:2402.14740, REINFORCE leave-one-out:
+
+    ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x)        y_1 .. y_k ~ π(·|x)
+    R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
+
+    python rloo.py                                                                         # the demo: offline, under a minute
+    python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
+
+A prompt costs its tokens once, whatever k is: once in the rollout, whose cache is expanded to k rows, once in the reference
+pass and once in training. The reference scores all samples of a step together: its weights come in and go out once.
+
+Data      rows `prompt`, a string or chat messages, and any columns for the reward. rewards.py:f is a function
+          f(prompts, completions, **columns) -> one float a completion, or None to leave it out, also of its siblings' baseline.
+Not here  several GPUs, tools and several turns, vLLM, KL in the loss instead of in the reward.
+Shapes    B prompts a step, k samples each: rewards, log-probs and advantages are (B, k).
+Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function | frac_reward_zero_std: prompts whose
+          samples all got the same | kl: log π − log π_ref, a token | entropy: of the distribution that was sampled from, in nats a token |
+          completions/mean_length | completions/clipped_ratio: samples that max_new_tokens cut off | clip_ratio: ratios beyond the clip that
+          lost their gradient | loss | grad_norm before clipping | lr | num_tokens so far, a prompt counted once. eval_*: held out.
+          seconds.jsonl: rollout, reward, reference, update.
+"""
+import math
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import tyro
+
+DEMO = dict(model="demo/model", data="demo/prompts.jsonl", eval_data="demo/prompts_test.jsonl", score="demo/score.py:success", lr=2e-4)
+
+
+@dataclass
+class Args:
+    model: str | None = None  # policy: checkpoint folder or hub name (default: the demo's, with its data and reward)
+    data: str | None = None  # prompts: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
+    eval_data: str | None = None  # held-out prompts, in the same formats (default: eval_size prompts of data)
+    eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
+    out: str = "out/rloo"  # folder for the model, metrics.jsonl, samples.jsonl, seconds.jsonl and args.json
+
+    reward: tuple[str, ...] = ()  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats or None; several are added
+    reward_model: str | None = None  # a sequence classifier with one output, added too: folder or hub name
+    reward_weights: tuple[float, ...] = ()  # of the functions, then of the model (default: 1 each)
+    reward_clip: tuple[float, float] | None = None  # lowest and highest reward, before KL
+
+    ref: Literal["swap", "adapter", "live", "none"] | None = None  # swap: weights on the CPU, brought in once a step; adapter: LoRA's base; live: a second model (default: swap, with LoRA adapter, with beta 0 none)
+    ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
+    ref_dtype: Literal["float32", "bfloat16"] = "float32"  # weights of --ref live
+    sync_reference: int | None = None  # steps after which the reference follows the policy
+    sync_mix: float = 1.0  # the policy's share then; 1 replaces the reference
+
+    lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
+    lora_alpha: float | None = None  # its scale is alpha / r (default: 2 r)
+    lora_dropout: float = 0.0  # in training steps only
+    lora_target: str = "all-linear"  # layer names, comma between them
+    merge: bool = False  # save the whole model, the adapter merged into it
+
+    k: int = 4  # samples a prompt; TRL's num_generations
+    beta: float = 0.05  # price of a nat away from the reference
+    updates_per_rollout: int = 1  # optimizer steps on the same samples; from the second on the ratio is clipped
+    clip_eps: float = 0.2  # to 1 − clip_eps .. 1 + clip_eps
+    mask_truncated: bool = False  # leave samples without an end out, also of their siblings' baseline
+
+    temperature: float = 1.0  # of the samples, and of the log-probs with them
+    top_p: float = 1.0  # less cuts the samples' distribution off; the gradient stays the whole one's
+    top_k: int = 0  # the same; 0 is off
+    max_new_tokens: int = 128  # of a sample
+    rollout_tokens: int = 65536  # places in the cache of one rollout batch; memory and speed only, never the result
+
+    steps: int | None = None  # rollouts (default: as epochs says)
+    epochs: float = 1.0  # passes over the data
+    batch_size: int = 8  # prompts per step
+    lr: float | None = None  # peak learning rate (default: 1e-6, for the demo 2e-4)
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
+    warmup: float = 0.1  # share of the steps
+    weight_decay: float = 0.0  # AdamW's
+    max_grad_norm: float = 1.0  # longer gradients are clipped
+    max_length: int = 1024  # tokens of prompt and sample; longer prompts are dropped, and counted
+    truncate: bool = False  # cut the beginning of longer prompts instead of dropping them
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward (auto: bfloat16 on CUDA); weights and loss are float32
+    tokens_per_forward: int = 16384  # memory and speed only, never the result
+    gradient_checkpointing: bool = False  # memory and speed only, never the result
+    seed: int = 0  # of data order, held-out split and samples
+
+    eval_every: int | None = None  # steps between evaluations (default: before and after only)
+    samples: int = 64  # held-out prompts answered before and after
+    score: str | None = None  # FILE.py:FUNCTION like a reward, for these answers only
+    show_data: bool = False  # print one prompt as the model reads it, and stop
+    tensorboard: bool = False  # also write TensorBoard events
+
+
+if __name__ == "__main__":
+    ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
+
+import numpy as np  # noqa: E402  the slow imports come after the command line, so that --help answers at once
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+
+from refcache import (  # noqa: E402
+    BadInput, Diverged, Log, RewardModel, autocast, base_model, batch_rows, call_scorer, check_args, check_start, encode, eval_mode, generate,
+    hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, one_line, pad_left, peak_memory,
+    reference_logprobs, report, save_model, stop_tokens, text_of, with_defaults)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The loss
+
+
+def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
+    """(B, k) -> (B, k): each reward minus the mean of its siblings'. NaN is a sample left out: it has no advantage and is in no
+    baseline; alone, a sample has nothing to be compared with. Never divided by the standard deviation: that would be biased."""
+    counts = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (B, 1)
+    baseline = (rewards.nansum(dim=1, keepdim=True) - rewards) / (counts - 1)
+    return torch.where(counts > 1, rewards - baseline, 0.0).nan_to_num(0.0)
+
+
+def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
+    """The loss of every sample. At old_logp = logp its gradient is −A ∇ log π(y|x), the estimator above."""
+    ratio = torch.exp(logp - old_logp)  # of the whole sequence, which is the action
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Data
+
+
+class Row(NamedTuple):
+    prompt: tuple[int, ...]  # token ids
+    row: dict  # as it stands in the file: the prompt, and columns for the reward
+
+
+def parse_prompt(row: dict, where: str):
+    return text_of(row, "prompt", where), []
+
+
+def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
+    return [Row(prompt, row) for prompt, _, row, _ in encode(tokenizer, source, parse_prompt, max_length, args.truncate)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollouts
+
+
+class Rollout(NamedTuple):
+    groups: list  # [(prompt, [y_1 .. y_k]), ..]: token ids, a sample with its stop token
+    ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
+    entropy: float | None  # nats a token
+
+
+@torch.no_grad()
+def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Rollout:
+    """k samples of each prompt from the policy as it is: whatever a generation config says, nothing but args changes it.
+
+    Every prompt goes through the model once, then its cache is expanded to k rows. Sample i of prompt b draws its t-th token with
+    the uniform number u[b, i, t], a function of (seed, step) alone: how prompts are batched or padded changes no sample."""
+    u = torch.from_numpy(np.random.default_rng([args.seed, step]).random((len(prompts), k, args.max_new_tokens)))
+    core, ends = base_model(policy), torch.tensor(sorted(stop_tokens(policy, tokenizer)), dtype=torch.long, device=policy.device)
+    places = [k * (len(prompt) + args.max_new_tokens) for prompt in prompts]
+    order, chunks = sorted(range(len(prompts)), key=lambda b: -places[b]), []
+    for b in order:  # the longest of a chunk is its first, to which the others are padded
+        if not chunks or (len(chunks[-1]) + 1) * places[chunks[-1][0]] > args.rollout_tokens:
+            chunks.append([])
+        chunks[-1].append(b)
+    completions, entropies = [None] * len(prompts), []
+    with eval_mode(policy), autocast(policy, args.dtype):
+        if why_not := cannot_expand(core):
+            flat = generate(policy, tokenizer, [p for p in prompts for _ in range(k)], args.max_new_tokens,
+                            int(u[0, 0, 0] * 2**53), args.temperature, args.top_p, args.top_k)
+            completions = [flat[at:at + k] for at in range(0, len(flat), k)]
+        for chunk in [] if why_not else tqdm(chunks, desc="rollout", leave=False, disable=len(chunks) < 2):
+            rows, entropy = decode(core, [prompts[b] for b in chunk], u[chunk].to(policy.device), ends, args)
+            entropies.append(entropy)
+            for n, b in enumerate(chunk):
+                completions[b] = rows[n * k:n * k + k]
+    stop = set(ends.tolist())
+    return Rollout(list(zip(prompts, completions)), torch.tensor([[y[-1] in stop for y in ys] for ys in completions]),
+                   torch.cat(entropies).mean().item() if entropies else None)
+
+
+def decode(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, args: Args) -> tuple[list[tuple], torch.Tensor]:
+    """The sampling loop. u (B, k, T) uniform numbers -> B·k completions, and the entropy at each of their tokens."""
+    B, k, T = u.shape
+    ids, mask = pad_left(prompts, max(map(len, prompts)), core.device)  # (B, longest)
+    cache = DynamicCache(config=core.config.get_text_config())
+    places = (mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts nobody
+    logits = core(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    cache.batch_repeat_interleave(k)  # the prompts' keys and values, computed once, for k rows
+    logits, mask, place, u = logits[:, -1].repeat_interleave(k, 0), mask.repeat_interleave(k, 0), places[:, -1:].repeat_interleave(k, 0), u.flatten(0, 1)
+    rows, alive = torch.arange(B * k, device=core.device), torch.ones(B * k, dtype=torch.bool, device=core.device)
+    tokens, entropies, lengths = torch.zeros(B * k, T, dtype=torch.long, device=core.device), [], torch.full((B * k,), T, device=core.device)
+    for t in range(T):
+        token, entropy = draw(logits, u[rows, t], args)
+        tokens[rows, t] = token
+        entropies.append(entropy[alive])
+        ended = alive & torch.isin(token, ends)
+        lengths[rows[ended]] = t + 1
+        alive &= ~ended
+        if t == T - 1 or not alive.any():
+            break
+        if alive.sum() <= 0.75 * len(alive):  # finished rows leave, a few at a time: each departure copies the cache
+            stay = alive.nonzero()[:, 0]
+            cache.batch_select_indices(stay)
+            rows, token, mask, place, alive = rows[stay], token[stay], mask[stay], place[stay], alive[stay]
+        mask, place = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), place + 1
+        logits = core(input_ids=token[:, None], attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True).logits[:, -1]
+    return [tuple(row[:n]) for row, n in zip(tokens.tolist(), lengths.tolist())], torch.cat(entropies)
+
+
+def draw(logits: torch.Tensor, u: torch.Tensor, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row, (n, V) logits and (n,) uniform numbers -> (n,), and the entropy of what it was drawn from."""
+    if not args.temperature:  # greedy
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
+    probs = torch.softmax(logits.float() / args.temperature, dim=-1)
+    if args.top_k or args.top_p < 1:
+        ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
+        ranked[:, args.top_k or len(ranked[0]):] = 0
+        ranked[ranked.cumsum(-1) / ranked.sum(-1, keepdim=True) - ranked / ranked.sum(-1, keepdim=True) >= args.top_p] = 0  # the smallest set that reaches top_p
+        probs = torch.zeros_like(probs).scatter(-1, ids, ranked / ranked.sum(-1, keepdim=True))
+    cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
+    token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)[:, 0]  # right: never a token of probability 0
+    return token.clamp(max=probs.shape[-1] - 1), -torch.special.xlogy(probs, probs).sum(-1)
+
+
+def cannot_expand(core) -> str:
+    """Why this model's cache cannot be expanded to k rows; "" if a small trial gives the logits of k rows. Decided once a model."""
+    if not hasattr(core, "why_not_expanded"):
+        ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 8, device=core.device).long()[None]
+        try:
+            if core._is_stateful:
+                raise ValueError("its layers keep a state that is not a cache of keys and values")
+            cache = DynamicCache(config=core.config.get_text_config())
+            core(input_ids=ids[:, :4], past_key_values=cache, use_cache=True)
+            cache.batch_repeat_interleave(3)
+            cache.batch_select_indices(torch.tensor([0, 2], device=core.device))
+            got = core(input_ids=ids[:, 4:].expand(2, -1), past_key_values=cache, use_cache=True).logits[1, -1].float().softmax(-1)
+            gap = (got - core(input_ids=ids).logits[0, -1].float().softmax(-1)).abs().max().item()
+            if not gap < (1e-4 if core.dtype == torch.float32 and not torch.is_autocast_enabled(core.device.type) else 0.05):
+                raise ValueError(f"it changed a probability by {gap:.1g}")
+            core.why_not_expanded = ""
+        except Exception as refusal:  # caches of many kinds, which fail in many ways
+            core.why_not_expanded = one_line(refusal) or type(refusal).__name__
+            tqdm.write(f"rollouts: every sample encodes its prompt, because the cache cannot be expanded: {core.why_not_expanded}")
+    return core.why_not_expanded
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards
+
+
+def load_rewards(args: Args, device: str) -> list[tuple]:
+    """[(name, function, weight), ..]"""
+    functions = [(spec.rsplit(":", 1)[-1], load_function(spec)) for spec in args.reward]
+    if args.reward_model:
+        functions.append((Path(args.reward_model).name, RewardModel(args.reward_model, device, args.tokens_per_forward)))
+    return [(name, f, weight) for (name, f), weight in zip(functions, args.reward_weights or [1.0] * len(functions))]
+
+
+def judge(rollout: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) -> tuple[torch.Tensor, list[dict], dict]:
+    """The weighted rewards (B, k), NaN where no function had anything to say; the samples as samples.jsonl keeps them; and each function's mean."""
+    texts = tokenizer.batch_decode([y for _, ys in rollout.groups for y in ys], skip_special_tokens=True)
+    repeated = [row.row for row, (_, ys) in zip(rows, rollout.groups) for _ in ys]
+    samples = [{"prompt": row["prompt"], "completion": text} for row, text in zip(repeated, texts)]
+    total, means = torch.zeros(len(samples)), {}
+    spoke = torch.zeros(len(samples), dtype=torch.bool)
+    for name, function, weight in functions:
+        scores = torch.tensor([math.nan if x is None else x for x in call_scorer(function, name, samples, repeated)])
+        total, spoke = total + weight * scores.nan_to_num(0.0), spoke | ~scores.isnan()
+        if not scores.isnan().all():
+            means[f"rewards/{name}"] = scores.nanmean().item()
+    total = torch.where(spoke, total, math.nan)
+    for sample, reward in zip(samples, total.tolist()):
+        sample["reward"] = None if math.isnan(reward) else reward
+    return total.view(len(rows), -1), samples, means
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Training
+
+
+class Seen(NamedTuple):
+    """What the first update of a step learns from its one forward, (B, k) each, and the later ones need."""
+    logp: torch.Tensor  # log π_old(y|x)
+    rho: torch.Tensor  # log π_old(y|x) − log π_ref(y|x)
+    advantages: torch.Tensor
+
+
+def backward(policy, groups: list, rewards: torch.Tensor, known, seen: Seen | None, args: Args) -> tuple[Seen, dict[str, float]]:
+    """The gradient of the mean loss, prompt by prompt: the k samples of one are never parted. In the first update of a step
+    π_old is π itself, so that the forward which carries the gradient also gives the KL; there is no other."""
+    first, loss, clipped = seen is None, 0.0, 0.0
+    if first:
+        seen = Seen(*(torch.empty_like(rewards) for _ in Seen._fields))
+    for micro in micro_batches(policy, groups, args.tokens_per_forward):
+        logp, rho, _ = (x.view(-1, args.k) for x in log_ratios(policy, [groups[i] for i in micro], known, args))
+        if first:
+            seen.logp[micro], seen.rho[micro] = logp.detach(), rho.detach()
+            reward = rewards[micro].clamp(*args.reward_clip) if args.reward_clip else rewards[micro]
+            seen.advantages[micro] = leave_one_out(reward - args.beta * rho.detach())  # KL before the baseline
+        losses = policy_loss(logp, seen.logp[micro], seen.advantages[micro], args.clip_eps)
+        (losses.sum() / rewards.numel()).backward()  # also divided by the samples left out: their gradient is 0
+        ratio, A = (logp - seen.logp[micro]).detach().exp(), seen.advantages[micro]
+        clipped += ((ratio > 1 + args.clip_eps) & (A > 0) | (ratio < 1 - args.clip_eps) & (A < 0)).sum().item() / rewards.numel()
+        loss += losses.sum().item() / rewards.numel()
+    return seen, {"loss": loss, "clip_ratio": clipped}
+
+
+def metrics(rollout: Rollout, rewards: torch.Tensor, rho: torch.Tensor | None) -> dict[str, float]:
+    known, lengths = rewards[~rewards.isnan()], [len(y) for _, ys in rollout.groups for y in ys]
+    same = [row[~row.isnan()] for row in rewards]
+    values = {"completions/mean_length": float(np.mean(lengths)),
+              "completions/clipped_ratio": 1 - rollout.ended.float().mean().item(),
+              "frac_reward_zero_std": float(np.mean([len(row) < 2 or bool((row == row[0]).all()) for row in same]))}
+    if len(known):
+        values |= {"reward": known.mean().item(), "reward_std": known.std(correction=0).item()}
+    if rho is not None:
+        values["kl"] = rho.sum().item() / sum(lengths)
+    return values | ({"entropy": rollout.entropy} if rollout.entropy is not None else {})
+
+
+@torch.no_grad()
+def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list[tuple], args: Args) -> tuple[list[dict], dict[str, float]]:
+    """One sample of each held-out prompt, always with the same random numbers."""
+    if not rows:
+        return [], {}
+    answers = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
+    rewards, samples, means = judge(answers, rows, tokenizer, functions)
+    known = reference_logprobs(reference, answers.groups, args)
+    with eval_mode(policy):
+        rho = log_ratios(policy, answers.groups, known, args)[1] if known is not None else None
+    values = metrics(answers, rewards, rho) | means
+    if "rewards/score" in values:
+        values["score"] = values.pop("rewards/score")
+    return samples, {f"eval_{name}": value for name, value in values.items() if name != "frac_reward_zero_std"}
+
+
+def settle(args: Args) -> Args:
+    """Fills in the defaults that depend on others, and refuses what cannot be meant."""
+    if args.model is None and args.data is None and not args.reward and not args.reward_model:
+        args = replace(args, reward=("demo/score.py:sentiment",))
+    ref = args.ref or ("none" if args.beta == 0 else "adapter" if args.lora_r else "swap")
+    args = with_defaults(replace(args, ref=ref), DEMO)
+    count = len(args.reward) + bool(args.reward_model)
+    check_args(
+        args, "rollout_tokens updates_per_rollout temperature top_p",
+        (args.k < 2, "--k must be at least 2: a sample is compared with its siblings"),
+        (not count, "there is no reward: give --reward FILE.py:FUNCTION or --reward_model"),
+        (args.reward_weights and len(args.reward_weights) != count, f"--reward_weights must be {count} numbers, one a reward"),
+        (not all(map(math.isfinite, args.reward_weights)), "--reward_weights must be numbers"),
+        (args.reward_clip and not args.reward_clip[0] < args.reward_clip[1], "--reward_clip is the lowest reward and then the highest"),
+        (not 0 <= args.beta < math.inf, "--beta must be a number, and not negative"),
+        (args.beta > 0 and args.ref == "none", "--ref none leaves nothing to measure --beta against: add --beta 0"),
+        (args.beta == 0 and args.ref != "none", f"--beta 0 needs no reference: leave out --ref {args.ref}"),
+        (not 0 < args.clip_eps < 1, "--clip_eps must be between 0 and 1"),
+        (args.top_p > 1 or args.top_k < 0, "--top_p must be at most 1, and --top_k not negative"),
+        (args.max_new_tokens >= args.max_length, "--max_length holds prompt and sample: it must be above --max_new_tokens"))
+    return args
+
+
+def main(args: Args) -> list[dict]:
+    """Trains, and returns what metrics.jsonl holds: a dict a step."""
+    args = settle(args)
+    device, out, start = "cuda" if torch.cuda.is_available() else "cpu", Path(args.out), time.monotonic()
+    torch.manual_seed(args.seed)
+    functions = load_rewards(args, device)
+    judges = functions + ([("score", load_function(args.score), 0.0)] if args.score else [])  # of held-out answers
+    tokenizer, context = load_tokenizer(args.model)
+    train, held = load_rows(args.data, tokenizer, room := min(args.max_length, context) - args.max_new_tokens, args), []
+    if args.eval_data:
+        held = load_rows(args.eval_data, tokenizer, room, args)
+    else:
+        train, held = hold_out(train, args.eval_size, args.seed)
+    if args.show_data:
+        print(tokenizer.decode(train[0].prompt))
+        return []
+    held = held[:args.samples]
+    args = replace(args, batch_size=min(args.batch_size, len(train)))
+    steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
+    log = Log(args)
+
+    policy, reference = load_references(args, tokenizer, [], device)
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], weight_decay=args.weight_decay, fused=device == "cuda")
+    samples, scored = evaluate(policy, tokenizer, held, reference, judges, args)
+    log.write({"step": 0, **scored}, samples)
+
+    tokens, bar = 0, tqdm(range(1, steps + 1), desc="train")
+    for step in bar:
+        clock = [time.monotonic()]
+        rows = [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * lr_factor(step, steps, args.warmup, args.schedule)
+        samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
+        clock.append(time.monotonic())
+        rewards, texts, means = judge(samples, rows, tokenizer, functions)
+        counted = torch.where(samples.ended, rewards, math.nan) if args.mask_truncated else rewards
+        clock.append(time.monotonic())
+        known, seen = reference_logprobs(reference, samples.groups, args), None
+        clock.append(time.monotonic())
+        for update in range(args.updates_per_rollout):
+            seen, losses = backward(policy, samples.groups, counted.to(device), known, seen, args)
+            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
+            if step == 1 and update == 0:
+                check_start(policy, samples.groups, known, f"KL {seen.rho.mean():.1e}", args)
+            if not math.isfinite(losses["loss"] + grad_norm):
+                raise Diverged(f"step {step}: the loss is {losses['loss']} and the gradient's norm {grad_norm}; {out} keeps what it had: lower --lr")
+            if update == 0 and args.sync_reference and step % args.sync_reference == 0:
+                reference.sync(args.sync_mix)  # before the update: the reference stays one step behind
+            optimizer.step()
+            optimizer.zero_grad()
+        clock.append(time.monotonic())
+        tokens += sum(len(prompt) + sum(map(len, ys)) for prompt, ys in samples.groups)
+        values = {"step": step, **metrics(samples, rewards, seen.rho if reference else None), **means, **losses, "grad_norm": grad_norm, "lr": group["lr"], "num_tokens": tokens}
+        answers = []
+        if step == steps or args.eval_every and step % args.eval_every == 0:
+            answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
+            values |= scored
+        log.write(values, answers, texts, dict(zip(("rollout", "reward", "reference", "update"), np.diff(clock).round(4).tolist())))
+        bar.set_postfix_str(f"reward {values.get('reward', math.nan):.3f}, kl {values['kl']:.4f}, "
+                            f"{tokens / (time.monotonic() - start):,.0f} tokens/s, {peak_memory()}")
+
+    save_model(policy, tokenizer, out, args.merge)
+    report(log)
+    print(f"\n{steps} steps of {args.batch_size} prompts, {args.k} samples each, in {time.monotonic() - start:.0f} s; the model is in {out}")
+    return log.history
+
+
+if __name__ == "__main__":
+    try:
+        main(ARGS)
+    except (BadInput, Diverged) as error:
+        print(f"rloo.py: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, BadInput) else 1)
