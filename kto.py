@@ -84,7 +84,7 @@ from tqdm import tqdm  # noqa: E402
 from transformers import GenerationConfig  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, Diverged, ReferenceCache, call_scorer, check_vocabulary, checkpoint_digest, completion_logprobs, context_length,
+    BadInput, Diverged, ReferenceCache, call_scorer, check_vocabulary, checkpoint_digest, columns, completion_logprobs, context_length,
     encode, eval_mode, load_function, load_model, load_tokenizer, micro_batches, parse_pair, peak_memory, save_model,
     share_prompts, text_of, tokenizer_digest, write_whole)
 
@@ -143,7 +143,7 @@ def parse_row(row: dict, where: str):
     if "chosen" in row and "rejected" in row:
         return parse_pair(row, where)
     if row.get("label") not in (0, 1, "0", "1", "true", "false", "True", "False"):
-        raise BadInput(f"{where}: label must be true or false, 1 or 0, not {row.get('label')!r} (its columns: {', '.join(map(str, row))})")
+        raise BadInput(f"{where}: label must be true or false, 1 or 0, not {repr(row.get('label'))[:50]} (its columns: {columns(row)})")
     return text_of(row, "prompt", where), [text_of(row, "output" if "output" in row and "completion" not in row else "completion", where)]
 
 
