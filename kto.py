@@ -96,8 +96,9 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, Diverged, Log, answer, batch_rows, check_args, check_start, encode, eval_mode, hold_out, load_function, load_references,
-    load_tokenizer, log_ratios, lr_factor, micro_batches, parse_pair, peak_memory, reference_logprobs, reference_window, report, save_model, with_defaults, text_of)
+    BadInput, Diverged, Log, answer, batch_rows, check_args, check_start, columns, encode, eval_mode, hold_out, load_function,
+    load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, parse_pair, peak_memory, reference_logprobs, reference_window,
+    report, save_model, text_of, with_defaults)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss
@@ -154,7 +155,7 @@ def parse_row(row: dict, where: str):
     if "chosen" in row and "rejected" in row:
         return parse_pair(row, where)
     if row.get("label") not in (0, 1, "0", "1", "true", "false", "True", "False"):
-        raise BadInput(f"{where}: label must be true or false, 1 or 0, not {row.get('label')!r} (its columns: {', '.join(map(str, row))})")
+        raise BadInput(f"{where}: label must be true or false, 1 or 0, not {repr(row.get('label'))[:50]} (its columns: {columns(row)})")
     return text_of(row, "prompt", where), [text_of(row, "output" if "output" in row and "completion" not in row else "completion", where)]
 
 

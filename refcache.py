@@ -1112,7 +1112,10 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
             rows = [(f"{source} row {n}", row) for n, row in enumerate(json.loads(text), 1)]
         elif path.suffix == ".csv":
             reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
-            rows = [(f"{source} line {reader.line_num}", row) for row in reader]
+            place = f"{source} line 1"
+            for row in reader:
+                rows.append((f"{source} line {reader.line_num}", row))
+                place = f"{source} line {reader.line_num + 1}"  # where the next row begins, should it be broken
         else:
             import datasets  # optional: parquet files and the hub
             name, split = ("parquet", "train") if path.suffix == ".parquet" else (source.split(":") + ["train"])[:2]
@@ -1128,6 +1131,11 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     return rows
 
 
+def columns(row: dict) -> str:
+    """The names of its columns for a message: on one line and not endless, whatever they hold."""
+    return repr(", ".join(map(str, row)))[1:-1][:200]
+
+
 def text_of(row: dict, name: str, where: str) -> str | list[dict]:
     """A column that holds a string or chat messages, not empty."""
     value = row.get(name)
@@ -1135,7 +1143,7 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
     if not isinstance(messages, list) or not messages or not all(
             isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
         raise BadInput(f"{where}: {name} must be a string or a list of messages with role and content, not {str(value)[:50]!r} "
-                       f"(its columns: {', '.join(map(str, row))})")
+                       f"(its columns: {columns(row)})")
     if not messages[-1]["content"]:
         raise BadInput(f"{where}: {name} is empty: remove the row")
     return value
@@ -1171,6 +1179,8 @@ def render(tokenizer, prompt, answers, where: str) -> list[str]:
         "".join(texts).encode()  # half a surrogate pair would crash the tokenizer
     except Exception as error:  # no template, or one that raises what it likes
         raise BadInput(f"{where} cannot be rendered: {one_line(error)}") from None
+    if not all(text.startswith(texts[0]) for text in texts):
+        raise BadInput(f"{where}: the chat template's prompt is not how prompt + answer begins: mend the template")
     return texts
 
 
@@ -1182,17 +1192,18 @@ def encode(tokenizer, source: str, parse, max_length: int, truncate: bool) -> li
     for at in tqdm(range(0, len(rows), 1000), desc=f"tokenize {source}", unit="k rows", disable=len(rows) < 5000):
         chunk = [(where, row, *parse(row, where)) for where, row in rows[at:at + 1000]]
         texts = [text for where, _, prompt, answers in chunk for text in render(tokenizer, prompt, answers, where)]
-        ids = iter(tokenizer(texts, add_special_tokens=False).input_ids)
+        ids = iter(tokenizer(texts, add_special_tokens=False, verbose=False).input_ids)  # or it warns of rows that are dropped below
         for where, row, prompt, answers in chunk:
             x, *wholes = ((bos if isinstance(prompt, str) else []) + next(ids) for _ in range(1 + len(answers)))
             ys, problem = [whole[len(x):] for whole in wholes], None
             over = len(x) + max(map(len, ys), default=0) - max_length
             if any(whole[:len(x)] != x for whole in wholes):
-                if not isinstance(prompt, str):
-                    raise BadInput(f"{where}: the chat template's prompt is not how prompt + answer begins: mend the template")
-                problem = "dropped because a token spans the end of the prompt (move its last space to the answer)"
+                advice = "move its last space to the answer" if isinstance(prompt, str) else "strip the answer's first space or line break"
+                problem = f"dropped because a token spans the end of the prompt ({advice})"
             elif not x or not all(ys):
                 raise BadInput(f"{where}: the prompt or an answer has no tokens: remove the row")
+            elif len(set(map(tuple, ys))) < len(ys):  # a template may leave out what differs, and an EOS may be written or added
+                raise BadInput(f"{where}: both answers are the same tokens, which teaches nothing: remove the row, or mend the template")
             elif over > 0:
                 problem = f"{'truncated' if truncate and over < len(x) else 'dropped'}: longer than {max_length} tokens"
             if problem:
