@@ -22,7 +22,6 @@ Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of the desirabl
           clipping | lr | num_tokens so far, a prompt counted once. A batch of one kind has no mean of the other. eval_*: the same, held out.
 """
 import math
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,6 +79,8 @@ class Args:
     gradient_checkpointing: bool = False  # memory and speed only, never the result
     seed: int = 0  # of data order, held-out split and samples
 
+    save_every: int = 100  # steps between checkpoints, from which the same command goes on
+    keep: int = 1  # checkpoints that stay
     eval_every: int | None = None  # steps between evaluations (default: before and after only)
     samples: int = 64  # held-out prompts answered before and after
     max_new_tokens: int = 128  # of such an answer
@@ -96,7 +97,7 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, Diverged, Log, answer, batch_rows, check_args, check_start, columns, encode, eval_mode, hold_out, load_function,
+    BadInput, Diverged, Run, answer, batch_rows, check_args, check_start, command_line, columns, encode, eval_mode, hold_out, load_function,
     load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, parse_pair, peak_memory, reference_logprobs, reference_window,
     report, save_model, text_of, with_defaults)
 
@@ -273,7 +274,6 @@ def main(args: Args) -> list[dict]:
     """Trains, and returns what metrics.jsonl holds: a dict a step."""
     args = settle(args)
     device, out, start = "cuda" if torch.cuda.is_available() else "cpu", Path(args.out), time.monotonic()
-    torch.manual_seed(args.seed)
     score = load_function(args.score) if args.score else None
     tokenizer, context = load_tokenizer(args.model)
     train, held = load_rows(args.data, tokenizer, max_length := min(args.max_length, context), args), []
@@ -290,17 +290,21 @@ def main(args: Args) -> list[dict]:
         train, held = draw_others(train, held, max_length, args.seed)
     args = replace(args, batch_size=min(args.batch_size, len(train)))
     steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
-    log = Log(args)
+    run = Run(args, train + held)
+    if run.finished:
+        return run.history
 
     policy, reference = load_references(args, tokenizer, asked(train + held, args), device)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], weight_decay=args.weight_decay, fused=device == "cuda")
-    samples, scored = answer(policy, tokenizer, held, score, args)
-    log.write({"step": 0, **evaluate(policy, held, reference, args), **scored}, samples)
+    run.restore(policy, optimizer, reference)
+    if not run.done:
+        answers, scored = answer(policy, tokenizer, held, score, args)
+        run.write({"step": 0, **evaluate(policy, held, reference, args), **scored}, answers)
 
     def batch_of(step): return [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
 
-    known, tokens, bar = None, 0, tqdm(range(1, steps + 1), desc="train")
-    for step in bar:
+    known, tokens = None, run.history[-1].get("num_tokens", 0)
+    for step in run.steps(steps, policy, optimizer, reference):
         rows, window = batch_of(step), reference_window(step, steps, args)
         if known is None or step == window.start:  # the reference's log-probs of this batch and of the next ones
             known = reference_logprobs(reference, asked([row for s in window for row in batch_of(s)], args), args)
@@ -323,20 +327,17 @@ def main(args: Args) -> list[dict]:
             values |= evaluate(policy, held, reference, args)
         if not math.isfinite(values.get("eval_loss", 0)):
             raise Diverged(f"step {step}: the loss of the held-out rows is {values['eval_loss']}; {out} keeps what it had: lower --lr")
-        samples, scored = answer(policy, tokenizer, held, score, args) if step == steps else ([], {})
-        log.write(values | scored, samples)
-        bar.set_postfix_str(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}, "
+        answers, scored = answer(policy, tokenizer, held, score, args) if step == steps else ([], {})
+        run.write(values | scored, answers)
+        run.bar.set_postfix_str(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}, "
                             f"{tokens / (time.monotonic() - start):,.0f} tokens/s, {peak_memory()}")
 
     save_model(policy, tokenizer, out, args.merge)
-    report(log)
+    run.finish()
+    report(run)
     print(f"\n{steps} steps of {args.batch_size} rows in {time.monotonic() - start:.0f} s; the model is in {out}")
-    return log.history
+    return run.history
 
 
 if __name__ == "__main__":
-    try:
-        main(ARGS)
-    except (BadInput, Diverged) as error:
-        print(f"kto.py: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, BadInput) else 1)
+    command_line(main, ARGS)

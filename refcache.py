@@ -18,9 +18,13 @@ import math
 import operator
 import os
 import pickle
+import random
 import resource
 import runpy
 import shutil
+import signal
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -33,6 +37,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from filelock import FileLock  # comes with torch
+from safetensors.torch import load_file, save_file  # comes with transformers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
@@ -49,9 +54,21 @@ HEAD_ROWS = 256  # completion tokens a trip through the output head: 256 x 151,9
 class BadInput(ValueError):
     """Something that a person must mend. The message is one sentence: where, what is wrong, what to do."""
 
+    exit_code = 2
+
 
 class Diverged(RuntimeError):
     """Training that must not go on. The message says at which step, and why."""
+
+    exit_code = 1
+
+
+class Stopped(RuntimeError):
+    """A run that ended early and can go on: asked to, or without room on the disk. The message says what is saved."""
+
+    def __init__(self, message: str, exit_code: int = 1):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def one_line(error: BaseException) -> str:
@@ -559,6 +576,9 @@ class Swap:
     def __exit__(self, *_):
         self._put(self.saved)
 
+    def tensors(self) -> list[torch.Tensor]:
+        return self.reference
+
     @torch.no_grad()
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
@@ -578,9 +598,12 @@ class Live:
     def __exit__(self, *_):
         pass
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [p.detach() for p in matching_weights(self.policy, self.model)]
+
     @torch.no_grad()
     def sync(self, mix: float = 1.0):
-        for r, p in zip(matching_weights(self.policy, self.model), (p for p in self.policy.parameters() if p.requires_grad)):
+        for r, p in zip(self.tensors(), (p for p in self.policy.parameters() if p.requires_grad)):
             r.lerp_(p.to(r.dtype), mix) if mix < 1 else r.copy_(p)
 
 
@@ -645,9 +668,17 @@ def _fsync(path: Path):
         os.close(handle)
 
 
+def find(name: str, file: str) -> str | None:
+    """The path of a checkpoint's file, in a folder or from the hub (fetched if it is not there yet); None if it has no such file."""
+    try:
+        return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    except Exception as error:  # no such folder, no such name
+        raise BadInput(f"cannot read the model {name}: {type(error).__name__} {one_line(error)}") from None
+
+
 def adapter_base(name: str) -> str | None:
     """The model that a LoRA adapter in peft's format belongs to; None for a checkpoint that is whole."""
-    if file := cached_file(name, "adapter_config.json", _raise_exceptions_for_missing_entries=False):
+    if file := find(name, "adapter_config.json"):
         try:
             return json.loads(Path(file).read_text())["base_model_name_or_path"]
         except (ValueError, KeyError, TypeError) as error:
@@ -658,15 +689,13 @@ def adapter_base(name: str) -> str | None:
 def checkpoint_digest(name: str) -> str:
     """What a checkpoint is, without loading it: SHA-256 of its config and its safetensors files. `name` is a folder or a
     hub name (fetched if it is not there yet). Raises BadInput if there is no such checkpoint."""
-    def fetch(file):
-        return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     try:
         base = adapter_base(name)
-        config, single = (fetch(f"adapter_{file}" if base else file) for file in ("config.json", "model.safetensors"))
-        index = None if base else fetch("model.safetensors.index.json")
+        config, single = (find(name, f"adapter_{file}" if base else file) for file in ("config.json", "model.safetensors"))
+        index = None if base else find(name, "model.safetensors.index.json")
         if not config or not (index or single):
             raise ValueError(f"it has no {'model.safetensors' if config else 'config.json'}, as save_pretrained writes it")
-        files = [single] if single else [fetch(file) for file in sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))]
+        files = [single] if single else [find(name, file) for file in sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))]
         config = {k: v for k, v in json.loads(Path(config).read_text()).items() if k not in ("transformers_version", "_name_or_path")}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + (checkpoint_digest(base).encode() if base else b""))
         for file in files:
@@ -685,7 +714,7 @@ def tokenizer_digest(tokenizer) -> str:
 
 def check_vocabulary(tokenizer, name: str):
     """Refuses a reference whose own tokenizer, if it has one, means something else by the same ids."""
-    if cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False):
+    if find(name, "tokenizer_config.json"):
         if tokenizer_digest(load_tokenizer(name)[0]) != tokenizer_digest(tokenizer):
             raise BadInput(f"the tokenizer of {name} is not the policy's, so their token ids mean different things: name another --ref_model")
 
@@ -695,7 +724,7 @@ def load_model(name: str, device: str, trainable: bool = False):
     if base := adapter_base(name):
         peft, model = import_peft(), load_model(base, device)
         try:
-            if not cached_file(name, "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False):
+            if not find(name, "adapter_model.safetensors"):
                 raise ValueError("it has no adapter_model.safetensors")
             adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=trainable, autocast_adapter_dtype=False)
         except Exception as error:
@@ -762,7 +791,7 @@ def load_tokenizer(name: str):
     """The tokenizer of a checkpoint, and the model's longest row."""
     try:
         base = adapter_base(name) or name
-        own = cached_file(name, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False)
+        own = find(name, "tokenizer_config.json")
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         return AutoTokenizer.from_pretrained(name if own else base, trust_remote_code=False), context_length(config)
     except BadInput:
@@ -927,7 +956,7 @@ def check_args(args, positive: str, *rules: tuple[bool, str]):
         (not 0 <= args.seed < 2**63, "--seed must be between 0 and 2^63"),
         *((value(name) is not None and not 0 < value(name) < math.inf, f"--{name} must be above 0")
           for name in (positive + " lora_r lora_alpha sync_reference batch_size tokens_per_forward max_length max_new_tokens steps epochs "
-                       "eval_every max_grad_norm").split()),
+                       "eval_every max_grad_norm save_every keep").split()),
     ):
         if wrong:
             raise BadInput(sentence)
@@ -958,7 +987,10 @@ def fill_cache(args, tokenizer, asked: list[Group], device: str) -> ReferenceCac
         reference.save(args.ref_cache)  # at the door, not after the pass: can it be written?
     except OSError as error:
         raise BadInput(f"cannot read and write --ref_cache {args.ref_cache}: {error}") from None
-    scored = reference.fill(lambda: load_model(args.ref_model, device), asked, args.tokens_per_forward, args.ref_cache, dtype=args.dtype)
+    try:
+        scored = reference.fill(lambda: load_model(args.ref_model, device), asked, args.tokens_per_forward, args.ref_cache, dtype=args.dtype)
+    except OSError as error:
+        raise Stopped(f"cannot save {args.ref_cache}: {error}; the file holds what was saved before, and the same command goes on there") from None
     print(f"reference: {scored} answers scored, the other {len(reference) - scored} known from {args.ref_cache}")
     return reference
 
@@ -999,11 +1031,24 @@ def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
     return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[schedule]
 
 
-class Log:
-    """metrics.jsonl, one JSON object a step; samples.jsonl, one a sampled completion; and TensorBoard."""
+class Run:
+    """The files of a run in --out, and its continuation: the same command goes on after the newest checkpoint.
 
-    def __init__(self, args):
-        self.out, self.args, self.history, self.answers, self.board, self.files = Path(args.out), args, [], [], None, {}
+    metrics.jsonl    an object a step, nothing in it that would differ in a second run
+    samples.jsonl    an object a sampled completion; seconds.jsonl what a step's parts took
+    checkpoints/N    what trains, optimizer and random states after step N: whole or not there, and safe to load
+    finished.json    the arguments of a run that is through
+    """
+
+    MAY_DIFFER = {"out", "ref_cache", "ref_ahead", "tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "keep", "tensorboard"}
+    FILES = ("metrics", "samples", "seconds")
+
+    def __init__(self, args, rows: list):
+        self.out, self.args, self.board, self.files, self.stopping = Path(args.out), args, None, {}, None
+        self.identity = {"args": json.loads(json.dumps(asdict(args))), "rows": hashlib.sha256(repr(rows).encode("utf-8", "backslashreplace")).hexdigest()}
+        random.seed(args.seed)  # for reward functions
+        np.random.seed(args.seed % 2**32)
+        torch.manual_seed(args.seed)
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             write_whole(self.out / ".writable", b"")
@@ -1015,23 +1060,168 @@ class Log:
             raise BadInput(f"cannot write into --out {self.out}: {error}") from None
         except ImportError:
             raise BadInput("--tensorboard needs `pip install tensorboard`") from None
+        self.finished = (self.out / "finished.json").exists()
+        checkpoints = self.checkpoints()
+        self.newest = self.out / "finished.json" if self.finished else checkpoints[-1] / "state.json" if checkpoints else None
+        self.done = self._continue() if self.newest else 0  # steps
+        self.history, self.answers = self._kept("metrics"), [row for row in self._kept("samples") if row["held_out"]]
+
+    def checkpoints(self) -> list[Path]:  # the newest last
+        return sorted((path for path in (self.out / "checkpoints").glob("[0-9]*")), key=lambda path: int(path.name))
+
+    def _continue(self) -> int:
+        """The step after which the newest state was saved. Raises BadInput if that is another run's."""
+        try:
+            self.state = json.loads(self.newest.read_text())
+            theirs, step = {"rows": self.state["rows"], **self.state["args"]}, self.state["step"]
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise BadInput(f"{self.newest} is damaged ({one_line(error)}): delete {self.newest.parent}, or name another --out") from None
+        ours = {"rows": self.identity["rows"], **self.identity["args"]}
+        for name in sorted((ours.keys() | theirs.keys()) - self.MAY_DIFFER, key=lambda name: name == "rows"):
+            if ours.get(name) != theirs.get(name):
+                what = "other rows in the same files" if name == "rows" else f"{name} {theirs.get(name)!r}, and not {ours.get(name)!r}"
+                raise BadInput(f"{self.out} holds {'a finished run' if self.finished else f'a run of {step} steps'} with {what}: name another --out, or delete it")
+        if self.finished:
+            print(f"{self.out} is finished, after {step} steps: nothing to do. Delete it, or name another --out, to train again")
+        else:
+            print(f"{self.out} goes on after step {step}")
+        return step
+
+    def _kept(self, name: str) -> list[dict]:
+        """The lines up to the last step that counts; what a kill left behind it goes."""
+        if not self.newest:
+            return []
+        rows, path = [], self.out / f"{name}.jsonl"
+        for line in path.read_text().split("\n") if path.exists() else []:
+            with suppress(ValueError):  # torn
+                rows.append(json.loads(line))
+        rows = [row for row in rows if row["step"] <= self.done]
+        if name == "metrics" and [row["step"] for row in rows] != list(range(self.done + 1)):
+            raise BadInput(f"{path} lacks steps that the checkpoint has seen: delete {self.out}, or name another --out")
+        return rows
 
     def write(self, values: dict, answers: list[dict] = [], samples: list[dict] = [], seconds: dict = {}):
         """A step's metrics; held-out answers and training samples; and its seconds, which are never the same twice, in a file of their own."""
-        if not self.files:  # only now: a run that is refused before its first line leaves the last one's files alone
-            write_whole(self.out / "args.json", json.dumps(asdict(self.args), indent=2).encode())
-            self.files = {name: open(self.out / f"{name}.jsonl", "w") for name in ("metrics", "samples", "seconds")}
+        step = {"step": values["step"]}
+        answers = [{**step, "held_out": True, **row} for row in answers]
+        lines = dict(metrics=[values], samples=answers + [{**step, "held_out": False, **row} for row in samples], seconds=[{**step, **seconds}] * bool(seconds))
+        try:
+            if not self.files:  # only now: a run that is refused before its first line leaves the last one's files alone
+                write_whole(self.out / "args.json", json.dumps(asdict(self.args), indent=2).encode())
+                for name in self.FILES:
+                    write_whole(self.out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in self._kept(name)).encode())
+                    self.files[name] = open(self.out / f"{name}.jsonl", "a")
+            for name, file in self.files.items():
+                file.writelines(json.dumps(row) + "\n" for row in lines[name])
+                file.flush()
+        except OSError as error:
+            raise Stopped(f"cannot write into {self.out}: {error}; {self._saved()}") from None
         self.history.append(values)
-        print(json.dumps(values), file=self.files["metrics"], flush=True)
-        answers = [{"step": values["step"], "held_out": True, **row} for row in answers]
         self.answers += answers
-        for row in answers + [{"step": values["step"], "held_out": False, **row} for row in samples]:
-            print(json.dumps(row), file=self.files["samples"], flush=True)
-        if seconds:
-            print(json.dumps({"step": values["step"], **seconds}), file=self.files["seconds"], flush=True)
         if self.board:
             for name, value in (values | seconds).items():
                 self.board.add_scalar(name, value, values["step"])
+
+    def steps(self, steps: int, policy, optimizer, reference):
+        """The steps that are left, with a bar, a checkpoint where one is due, and an ear for SIGTERM and SIGINT."""
+        def ask(number, frame):
+            if self.stopping:
+                raise KeyboardInterrupt  # asked twice: at once
+            self.stopping = signal.Signals(number)
+            tqdm.write(f"{self.stopping.name}: stopping after this step")
+        main_thread = threading.current_thread() is threading.main_thread()
+        before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)} if main_thread else {}
+        try:
+            self.bar = tqdm(range(self.done + 1, steps + 1), desc="train", initial=self.done, total=steps)
+            for step in self.bar:
+                yield step
+                if step < steps and (self.stopping or step % self.args.save_every == 0):
+                    self._save(step, policy, optimizer, reference)
+                if step < steps and self.stopping:
+                    raise Stopped(f"{self.stopping.name} after step {step}; {self._saved()}", 128 + self.stopping)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _saved(self) -> str:
+        kept = self.checkpoints()
+        return f"step {kept[-1].name} is saved, and the same command goes on there" if kept else "no checkpoint is there yet: the same command starts anew"
+
+    def _save(self, step: int, policy, optimizer, reference):
+        """Into a temporary folder, every file on the disk, then the name; older checkpoints go only afterwards."""
+        folder = self.out / "checkpoints"
+        saving = folder / ".saving"
+        try:
+            shutil.rmtree(saving, ignore_errors=True)
+            saving.mkdir(parents=True)
+            save_file({name: p.detach().contiguous() for name, p in policy.named_parameters() if p.requires_grad}, saving / "weights.safetensors")
+            if self.args.sync_reference:
+                save_file({str(i): w.contiguous() for i, w in enumerate(reference.tensors())}, saving / "reference.safetensors")
+            randoms = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+            torch.save({"optimizer": optimizer.state_dict(), "random": randoms}, saving / "optimizer.pt")
+            numpy_state = np.random.get_state()
+            state = dict(self.identity, step=step, files={file.name: _file_digest(file) for file in sorted(saving.iterdir())},
+                         python=random.getstate(), numpy=[numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]])
+            (saving / "state.json").write_text(json.dumps(state))
+            for file in (*saving.iterdir(), saving, *(self.out / f"{name}.jsonl" for name in self.FILES)):
+                _fsync(file)
+            shutil.rmtree(folder / str(step), ignore_errors=True)
+            os.replace(saving, folder / str(step))
+            _fsync(folder)
+        except Exception as error:  # a full disk is an OSError, a SafetensorError or a RuntimeError
+            shutil.rmtree(saving, ignore_errors=True)
+            raise Stopped(f"cannot save step {step} into {folder}: {error}; {self._saved()}") from None
+        for old in self.checkpoints()[:-self.args.keep]:
+            shutil.rmtree(old)
+
+    def restore(self, policy, optimizer, reference):
+        """Brings everything back to where the newest checkpoint left it. Runs nothing that it holds; refuses a damaged one."""
+        if not self.done:
+            return
+        folder = self.newest.parent
+        try:
+            for name, digest in self.state["files"].items():
+                if _file_digest(folder / Path(name).name) != digest:
+                    raise ValueError(f"{name} has changed")
+            weights, rest = load_file(folder / "weights.safetensors"), torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+            with torch.no_grad():
+                for name, p in policy.named_parameters():
+                    if p.requires_grad:
+                        p.copy_(weights[name])
+                if self.args.sync_reference:
+                    kept = load_file(folder / "reference.safetensors")
+                    for i, w in enumerate(reference.tensors()):
+                        w.copy_(kept[str(i)])
+            optimizer.load_state_dict(rest["optimizer"])
+            torch.set_rng_state(rest["random"]["torch"])
+            if rest["random"]["cuda"] and torch.cuda.is_available():
+                torch.cuda.set_rng_state_all(rest["random"]["cuda"])
+            version, state, gauss = self.state["python"]
+            random.setstate((version, tuple(state), gauss))
+            np.random.set_state(tuple(self.state["numpy"]))
+        except Exception as error:
+            raise BadInput(f"the checkpoint {folder} is damaged ({one_line(error)}): delete it to go on from an older one, or start anew") from None
+
+    def finish(self):
+        write_whole(self.out / "finished.json", json.dumps(dict(self.identity, step=self.history[-1]["step"])).encode())
+        shutil.rmtree(self.out / "checkpoints", ignore_errors=True)
+
+
+def _file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def command_line(main: Callable, args):
+    """Runs a script; what a person can mend is one sentence on stderr and an exit code, not a traceback."""
+    try:
+        main(args)
+    except (BadInput, Diverged, Stopped) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except torch.OutOfMemoryError as error:
+        print(f"{Path(sys.argv[0]).name}: out of memory: lower --tokens_per_forward, or add --gradient_checkpointing ({one_line(error)})", file=sys.stderr)
+        sys.exit(1)
 
 
 def stop_tokens(model, tokenizer) -> set[int]:
@@ -1082,16 +1272,16 @@ def answer(policy, tokenizer, held: list, score, args) -> tuple[list[dict], dict
     return samples, {"eval_score": float(np.mean(scores))} if scores else {}
 
 
-def report(log: Log):
+def report(run: Run):
     """What changed on held-out data, from the first line of the metrics to the last."""
-    before, after = ([row for row in log.answers if row["step"] == values["step"]] for values in (log.history[0], log.history[-1]))
+    before, after = ([row for row in run.answers if row["step"] == values["step"]] for values in (run.history[0], run.history[-1]))
     for old, new in list(zip(before, after))[:3]:
         prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
         print(f"\n{prompt}\n  before  {old['completion']}\n  after   {new['completion']}")
     print(f"\n{'held out':28}{'before':>8}{'after':>8}")
     for name in ("eval_loss", "eval_reward", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score"):
-        if name in log.history[0]:
-            print(f"{name:28}{log.history[0][name]:8.3f}{log.history[-1][name]:8.3f}")
+        if name in run.history[0]:
+            print(f"{name:28}{run.history[0][name]:8.3f}{run.history[-1][name]:8.3f}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

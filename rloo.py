@@ -22,7 +22,6 @@ Metrics   reward, reward_std: over all samples, before clipping and KL | rewards
           seconds.jsonl: rollout, reward, reference, update.
 """
 import math
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,6 +85,8 @@ class Args:
     gradient_checkpointing: bool = False  # memory and speed only, never the result
     seed: int = 0  # of data order, held-out split and samples
 
+    save_every: int = 100  # steps between checkpoints, from which the same command goes on
+    keep: int = 1  # checkpoints that stay
     eval_every: int | None = None  # steps between evaluations (default: before and after only)
     samples: int = 64  # held-out prompts answered before and after
     score: str | None = None  # FILE.py:FUNCTION like a reward, for these answers only
@@ -102,7 +103,7 @@ from tqdm import tqdm  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, Diverged, Log, RewardModel, autocast, base_model, batch_rows, call_scorer, check_args, check_start, encode, eval_mode, generate,
+    BadInput, Diverged, Run, RewardModel, autocast, base_model, batch_rows, call_scorer, check_args, check_start, command_line, encode, eval_mode, generate,
     hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, one_line, pad_left, peak_memory,
     reference_logprobs, report, save_model, stop_tokens, text_of, with_defaults)
 
@@ -364,7 +365,6 @@ def main(args: Args) -> list[dict]:
     """Trains, and returns what metrics.jsonl holds: a dict a step."""
     args = settle(args)
     device, out, start = "cuda" if torch.cuda.is_available() else "cpu", Path(args.out), time.monotonic()
-    torch.manual_seed(args.seed)
     functions = load_rewards(args, device)
     judges = functions + ([("score", load_function(args.score), 0.0)] if args.score else [])  # of held-out answers
     tokenizer, context = load_tokenizer(args.model)
@@ -379,15 +379,19 @@ def main(args: Args) -> list[dict]:
     held = held[:args.samples]
     args = replace(args, batch_size=min(args.batch_size, len(train)))
     steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
-    log = Log(args)
+    run = Run(args, train + held)
+    if run.finished:
+        return run.history
 
     policy, reference = load_references(args, tokenizer, [], device)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], weight_decay=args.weight_decay, fused=device == "cuda")
-    samples, scored = evaluate(policy, tokenizer, held, reference, judges, args)
-    log.write({"step": 0, **scored}, samples)
+    run.restore(policy, optimizer, reference)
+    if not run.done:
+        answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
+        run.write({"step": 0, **scored}, answers)
 
-    tokens, bar = 0, tqdm(range(1, steps + 1), desc="train")
-    for step in bar:
+    tokens = run.history[-1].get("num_tokens", 0)
+    for step in run.steps(steps, policy, optimizer, reference):
         clock = [time.monotonic()]
         rows = [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
         for group in optimizer.param_groups:
@@ -417,19 +421,16 @@ def main(args: Args) -> list[dict]:
         if step == steps or args.eval_every and step % args.eval_every == 0:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
             values |= scored
-        log.write(values, answers, texts, dict(zip(("rollout", "reward", "reference", "update"), np.diff(clock).round(4).tolist())))
-        bar.set_postfix_str(f"reward {values.get('reward', math.nan):.3f}, kl {values['kl']:.4f}, "
+        run.write(values, answers, texts, dict(zip(("rollout", "reward", "reference", "update"), np.diff(clock).round(4).tolist())))
+        run.bar.set_postfix_str(f"reward {values.get('reward', math.nan):.3f}, kl {values['kl']:.4f}, "
                             f"{tokens / (time.monotonic() - start):,.0f} tokens/s, {peak_memory()}")
 
     save_model(policy, tokenizer, out, args.merge)
-    report(log)
+    run.finish()
+    report(run)
     print(f"\n{steps} steps of {args.batch_size} prompts, {args.k} samples each, in {time.monotonic() - start:.0f} s; the model is in {out}")
-    return log.history
+    return run.history
 
 
 if __name__ == "__main__":
-    try:
-        main(ARGS)
-    except (BadInput, Diverged) as error:
-        print(f"rloo.py: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, BadInput) else 1)
+    command_line(main, ARGS)

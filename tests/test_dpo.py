@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import refcache
-from dpo import Args, batch_rows, lr_factor, main
+from dpo import Args, batch_rows, lr_factor
 from refcache import BadInput, Diverged, encode, load_tokenizer
 
 ROOT = Path(dpo.__file__).parent
@@ -24,6 +24,12 @@ MODEL = str(ROOT / "demo/model")
 ROWS = [json.loads(line) for line in open(ROOT / "demo/pairs.jsonl")][:48]
 TOKENIZER, CONTEXT = load_tokenizer(MODEL)
 LOAD = refcache.load_model
+
+
+def main(args):
+    """Again and again into one folder, which a finished run would otherwise keep for itself."""
+    (Path(args.out) / "finished.json").unlink(missing_ok=True)
+    return dpo.main(args)
 
 
 def write(path, rows):
@@ -413,7 +419,7 @@ def test_a_refused_run_leaves_the_last_one_s_files_alone(args):
     before = {f.name: f.read_bytes() for f in Path(args.out).iterdir()}
     for changes in (dict(dtype="bfloat16"), dict(data="nothing.jsonl"), dict(score="nothing.py:f")):
         with pytest.raises(BadInput):
-            main(replace(args, **changes))
+            dpo.main(replace(args, **changes))
     assert {f.name: f.read_bytes() for f in Path(args.out).iterdir()} == before
 
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import kto
 import refcache
-from kto import Args, Batch, batch_rows, derange, draw_others, feedback_loss, lr_factor, main, metrics
+from kto import Args, Batch, batch_rows, derange, draw_others, feedback_loss, lr_factor, metrics
 from refcache import BadInput, load_tokenizer
 
 ROOT = Path(kto.__file__).parent
@@ -24,6 +24,12 @@ MODEL = str(ROOT / "demo/model")
 ROWS = [json.loads(line) for line in open(ROOT / "demo/feedback.jsonl")][:48]
 PAIRS = [json.loads(line) for line in open(ROOT / "demo/pairs.jsonl")][:24]
 TOKENIZER, CONTEXT = load_tokenizer(MODEL)
+
+
+def main(args):
+    """Again and again into one folder, which a finished run would otherwise keep for itself."""
+    (Path(args.out) / "finished.json").unlink(missing_ok=True)
+    return kto.main(args)
 
 
 def write(path, rows):
