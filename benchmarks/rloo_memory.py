@@ -128,7 +128,7 @@ def one(args: Args):
     except NotImplementedError as error:
         found["failed"] = str(error)
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in ("allocate memory", "bad_alloc", "not enough memory")):
+        if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in ("allocate memory", "bad_alloc", "new thread")):
             raise
         print(error, file=sys.stderr)
         found["failed"] = f"out of memory (> {args.limit:g} GiB)"
@@ -139,18 +139,22 @@ def one(args: Args):
 
 def cell(args: Args, system: str, k: int) -> dict:
     flags = [f"--{name}={value}" for name, value in (asdict(args) | {"systems": system, "k": k}).items() if name != "verbose"]
+    process = subprocess.Popen([sys.executable, __file__, *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     try:
-        process = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, timeout=args.timeout,
-                                 env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+        out, err = process.communicate(timeout=args.timeout)
     except subprocess.TimeoutExpired:
-        return {"failed": f"not done in {args.timeout} s"}
+        status = dict(line.split(":", 1) for line in Path(f"/proc/{process.pid}/status").read_text().splitlines())
+        process.kill()
+        process.communicate()
+        return {"failed": f"not done in {args.timeout} s; until then {int(status['VmHWM'].split()[0]) * 1024 / GIB:.2f}"}
     if args.verbose:
-        print(process.stderr, file=sys.stderr)
+        print(err, file=sys.stderr)
     if process.returncode == -9:
         return {"failed": "killed by the system"}
     if process.returncode:
-        return {"failed": f"failed: {(process.stderr.strip() or str(process.returncode)).splitlines()[-1]}"}
-    return json.loads(process.stdout.splitlines()[-1])
+        return {"failed": f"failed: {(err.strip() or str(process.returncode)).splitlines()[-1]}"}
+    return json.loads(out.splitlines()[-1])
 
 
 def main(args: Args):
@@ -159,7 +163,8 @@ def main(args: Args):
         subprocess.run([sys.executable, "-c", "import sys; sys.path.insert(0, sys.argv[1]); import json, rloo_memory as r; "
                         "r.make_files(r.Args(**json.loads(sys.argv[2])))", str(Path(__file__).parent), json.dumps(asdict(args))], check=True)
         print(f"{args.prompts} prompts, {args.prompt_tokens:,} + {args.new_tokens} tokens, vocabulary {args.vocab:,}, hidden {args.hidden}, "
-              f"{args.layers} layers, float32\n\n| system | k | before GiB | peak GiB | the step adds GiB | seconds | tokens a sample |\n" + "|---" * 7 + "|")
+              f"{args.layers} layers, float32\n\n| system | k | before GiB | peak GiB | the step adds GiB | seconds | tokens a sample |\n"
+              + "|---" * 7 + "|", flush=True)
         for k in args.k:
             for system in args.systems:
                 got = cell(args, system, k)
