@@ -98,12 +98,14 @@ def trl(args: Args, k: int, measure) -> float:
 
 
 def ours(args: Args, k: int, measure) -> float:
-    # TODO, with rloo.py: build rloo.Args from
-    #   model=f"{args.folder}/model", data=f"{args.folder}/prompts.jsonl", reward=(f"{args.folder}/reward.py:reward",), out=f"{args.folder}/ours",
-    #   k, args.prompts prompts and one step, args.new_tokens, args.beta, dtype="float32", no held-out prompts, no samples before and after;
-    # then measure(), rloo.main(those), return the mean length of the samples. rloo.main loads the model itself, so here `before` is without
-    # it: at hidden 64 the weights are 0.04 GiB.
-    raise NotImplementedError("rloo.py is not here yet")
+    import rloo
+    load = rloo.load_references
+    rloo.load_references = lambda *a: (load(*a), measure())[0]  # everything is loaded then
+    history = rloo.main(rloo.Args(
+        model=f"{args.folder}/model", data=f"{args.folder}/prompts.jsonl", reward=(f"{args.folder}/reward.py:reward",), out=f"{args.folder}/ours-{k}",
+        k=k, batch_size=args.prompts, steps=1, max_new_tokens=args.new_tokens, max_length=args.prompt_tokens + args.new_tokens, beta=args.beta,
+        dtype="float32", eval_size=0, samples=0))
+    return history[-1]["completions/mean_length"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
