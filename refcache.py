@@ -912,13 +912,13 @@ def check_args(args, positive: str, *rules: tuple[bool, str]):
         (args.ref_dtype != "float32" and args.ref != "live", f"--ref {args.ref} has no weights of its own on the device: leave out --ref_dtype"),
         (args.lora_r and adapter_base(args.model), f"{args.model} is an adapter already, which goes on training: leave out --lora_r"),
         (args.merge and not lora, "there is no adapter to --merge: add --lora_r"),
-        (not lora and (args.lora_alpha or args.lora_dropout or args.lora_target != "all-linear"), "--lora_* needs --lora_r"),
+        (not args.lora_r and (args.lora_alpha or args.lora_dropout or args.lora_target != "all-linear"), "--lora_* needs --lora_r"),
         (value("humanline") and (value("sync_reference") or 1) != 1, "--humanline syncs the reference at every step: leave out --sync_reference"),
         (value("sync_reference") and args.ref not in ("swap", "live", "adapter"),
          f"--ref {args.ref} never moves, and --sync_reference and --humanline need a reference that does: use --ref {'adapter' if lora else 'swap'}"),
         (value("sync_reference") and args.ref == "live" and lora, "the moving reference of a LoRA run is an adapter: use --ref adapter"),
         (value("sync_mix") not in (None, 1.0) and not value("sync_reference"), "--sync_mix needs --sync_reference"),
-        (not 0 < (value("sync_mix") or 1) <= 1, "--sync_mix must be above 0 and at most 1"),
+        (value("sync_mix") is not None and not 0 < value("sync_mix") <= 1, "--sync_mix must be above 0 and at most 1"),
         (not 0 <= args.lora_dropout < 1, "--lora_dropout must be at least 0 and less than 1"),
         (value("log_eps_p") is not None and not value("log_eps_p") <= 0 <= value("log_eps_r"), "--log_eps_p must not be above 0, nor --log_eps_r below"),
         (not 0 <= (args.lr or 0) < math.inf or not 0 <= args.weight_decay < math.inf or min(args.samples, args.eval_size) < 0,
@@ -926,7 +926,7 @@ def check_args(args, positive: str, *rules: tuple[bool, str]):
         (not 0 <= args.warmup <= 1, "--warmup is a share of the steps: between 0 and 1"),
         (not 0 <= args.seed < 2**63, "--seed must be between 0 and 2^63"),
         *((value(name) is not None and not 0 < value(name) < math.inf, f"--{name} must be above 0")
-          for name in (positive + " lora_r lora_alpha sync_reference batch_size tokens_per_forward max_length max_new_tokens steps epochs "
+          for name in (positive + " lora_r lora_alpha sync_reference ref_ahead batch_size tokens_per_forward max_length max_new_tokens steps epochs "
                        "eval_every max_grad_norm").split()),
     ):
         if wrong:
