@@ -584,18 +584,23 @@ class Live:
             r.lerp_(p.to(r.dtype), mix) if mix < 1 else r.copy_(p)
 
 
+MEANINGLESS = "_name_or_path architectures dtype initializer_range max_position_embeddings max_window_layers transformers_version use_cache".split()
+
+
 def _local(weight):
     return getattr(weight, "_local_tensor", weight).detach()  # under FSDP2 this rank's shard
 
 
 def matching_weights(policy, reference) -> list:
-    """The reference's weights under the names of those that train in the policy. Raises BadInput if their shapes differ."""
-    theirs = dict(reference.named_parameters())
-    ours = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
-    for name, p in ours:
-        if name not in theirs or theirs[name].shape != p.shape:
-            raise BadInput(f"the reference's weights are not shaped like the policy's ({name}): use --ref cache, or another --ref_model")
-    return [theirs[name] for name, _ in ours]
+    """The reference's weights under the names of those that train in the policy. Raises BadInput if names, shapes or what the
+    config makes of them differ: an untied head would stay behind, and another rope_theta makes another model of the same weights."""
+    ours, theirs = (dict(model.named_parameters()) for model in (policy, reference))
+    configs = [{k: v for k, v in base_model(model).config.to_dict().items() if k not in MEANINGLESS and "dropout" not in k and not k.endswith("token_id")}
+               for model in (policy, reference)]
+    differ = [name for name in ours | theirs if name not in theirs or name not in ours or ours[name].shape != theirs[name].shape]
+    if differ := differ or [name for name in configs[0] | configs[1] if configs[0].get(name) != configs[1].get(name)]:
+        raise BadInput(f"the reference's weights are not shaped like the policy's ({differ[0]}): use --ref cache, or another --ref_model")
+    return [theirs[name] for name, p in ours.items() if p.requires_grad]
 
 
 def reference_window(step: int, steps: int, args) -> range:
@@ -698,6 +703,8 @@ def load_model(name: str, device: str, trainable: bool = False):
             if not cached_file(name, "adapter_model.safetensors", _raise_exceptions_for_missing_entries=False):
                 raise ValueError("it has no adapter_model.safetensors")
             adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=trainable, autocast_adapter_dtype=False)
+            if adapted.active_peft_config.is_prompt_learning:
+                raise ValueError("it is no LoRA adapter but a learned prompt, which lies outside of the model's layers")
         except Exception as error:
             raise BadInput(f"cannot load the adapter {name}: {one_line(error)}") from None
         adapted.saved_dtype = model.saved_dtype
@@ -945,6 +952,8 @@ def load_references(args, tokenizer, asked: list[Group], device: str):
         reference = Swap(policy, load_model(other, "cpu") if other else None)
     elif args.ref == "live":
         reference = Live(policy, load_model(args.ref_model, device).to(getattr(torch, args.ref_dtype)))
+        if args.sync_reference:
+            matching_weights(policy, reference.model)  # at the door, not at the first move
     return policy, reference
 
 
