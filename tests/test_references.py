@@ -178,11 +178,11 @@ def test_the_reference_follows_one_update_behind(run):
 
 
 def test_log_ratios_by_hand():
-    """Four tokens whose ratios are known: the ends clamp two, no gradient passes there, and without humanline none."""
-    policy, key = make("llama"), ((5, 9), (60, 12, 7, 90))
+    """Five tokens whose ratios are known: the ends clamp two, no gradient passes there, and without humanline none."""
+    policy, key = make("llama"), ((5, 9), (60, 12, 7, 90, 41))
     groups, (logp,) = [(key[0], [key[1]])], refcache.completion_logprobs(policy, [(key[0], [key[1]])])[0]
-    known = {key: (logp.detach() - tensor([0.5, 2.0, -3.0, -0.2])).numpy()}
-    for on, total, count, passes in ((True, 0.5 + 1.5 - 1.0 - 0.2, 2, [0, 3]), (False, -0.7, 4, [0, 1, 2, 3])):
+    known = {key: (logp.detach() - tensor([0.5, 2.0, -3.0, -0.2, 1.0])).numpy()}
+    for on, total, count, passes in ((True, 0.5 + 1.5 - 1.0 - 0.2 + 1.0, 3, [0, 3, 4]), (False, 0.3, 5, [0, 1, 2, 3, 4])):
         sums, rho, free = refcache.log_ratios(policy, groups, known, dpo.Args(humanline=on, dtype="float32"))
         assert rho.item() == pytest.approx(total, abs=1e-4) and free.tolist() == [count]
         assert sums.item() == pytest.approx(logp.sum().item(), abs=1e-4)
