@@ -79,8 +79,8 @@ def test_another_reference_of_the_same_shape_is_used_and_one_of_another_shape_is
     assert alike(held, cached) and abs(held.history[1]["rewards/margins"]) > 1e-3
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL | dict(vocab_size=704))).save_pretrained(tmp_path / "small")
     with pytest.raises(BadInput, match="not shaped like the policy's.*use --ref cache") as error:
-        run(ref=ref, ref_model=str(tmp_path / "small"), **(dict(sync_reference=2) if ref == "live" else {}))
-    assert "\n" not in str(error.value)
+        run(ref=ref, ref_model=str(tmp_path / "small"), out=str(tmp_path / "no"), **(dict(sync_reference=2) if ref == "live" else {}))
+    assert "\n" not in str(error.value) and not (tmp_path / "no/metrics.jsonl").exists(), "refused at the door, not at the first move"
 
 
 @pytest.mark.parametrize("difference", [dict(tie_word_embeddings=True), dict(rope_parameters=dict(rope_type="default", rope_theta=100.0))])
