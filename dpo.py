@@ -17,7 +17,8 @@ Not here  several GPUs, LoRA, a moving reference, resuming.
 Shapes    B pairs in an optimizer batch; whatever the losses see is (B,). w is y_w, the chosen; l is y_l, the rejected.
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens (averaged, for simpo) | rewards/margins: their
           difference | rewards/accuracies: share of pairs with a positive margin, ties count 1/2 | logps/chosen,
-          logps/rejected: log π(y|x) | grad_norm before clipping | lr | num_tokens so far, a prompt counted once. eval_*: the same, held out.
+          logps/rejected: log π(y|x) | humanline/unclamped: share of a pair's tokens whose log-ratio it leaves alone | grad_norm
+          before clipping | lr | num_tokens so far, a prompt counted once. eval_*: the same, held out.
 """
 import math
 import time
@@ -115,11 +116,12 @@ class Batch(NamedTuple):
     len_l: torch.Tensor
     score_w: torch.Tensor  # the data's chosen_reward, else 0
     score_l: torch.Tensor
+    free: torch.Tensor | None = None  # share of their tokens that humanline leaves alone
 
 
 def preference_loss(loss: str, batch: Batch, beta: float, eps=0.0, gamma=0.5, eta=1.0) -> torch.Tensor:
     """The loss of every pair, (B,), float32. eps is label smoothing, gamma SimPO's margin, eta RPO's reward scale."""
-    logp_w, logp_l, rho_w, rho_l, len_w, len_l, score_w, score_l = batch
+    logp_w, logp_l, rho_w, rho_l, len_w, len_l, score_w, score_l, _ = batch
     log_sigma, sigma = F.logsigmoid, torch.sigmoid
     margin = beta * (rho_w - rho_l)  # of the implicit rewards
     delta = eta * (score_w - score_l)  # of the data's rewards
@@ -164,6 +166,7 @@ def metrics(batch: Batch, args: Args) -> dict[str, float]:
     accuracy = torch.where(margin.abs() < 1e-5, 0.5, (margin > 0).float())  # a tie, to rounding, counts one half
     values = {"loss": objective(batch, args), "rewards/chosen": reward_w, "rewards/rejected": reward_l, "rewards/margins": margin,
               "rewards/accuracies": accuracy, "logps/chosen": batch.logp_w, "logps/rejected": batch.logp_l}
+    values |= {"humanline/unclamped": batch.free} if args.humanline else {}
     return {name: value.mean().item() for name, value in values.items()}
 
 
@@ -205,9 +208,10 @@ def groups(rows: list[Row]) -> list:
 
 def measure(policy, rows: list[Row], known, args: Args) -> Batch:
     """What the losses see of some rows. `known` maps (prompt, answer) to the reference's log-probs."""
-    logp, rho, _ = (x.view(-1, 2).unbind(1) for x in log_ratios(policy, groups(rows), known, args))  # (B,) of y_w and y_l each
+    logp, rho, free = (x.view(-1, 2).unbind(1) for x in log_ratios(policy, groups(rows), known, args))  # (B,) of y_w and y_l each
     rest = torch.tensor([[len(row.chosen), len(row.rejected), row.score_w, row.score_l] for row in rows], device=logp[0].device)
-    return Batch(*logp, *rho, *rest.float().unbind(1))
+    rest = rest.float().unbind(1)
+    return Batch(*logp, *rho, *rest, sum(free) / (rest[0] + rest[1]))
 
 
 def backward(policy, rows: list[Row], known, args: Args) -> Batch:

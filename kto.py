@@ -18,8 +18,9 @@ Not here  several GPUs, LoRA, a moving reference, resuming.
 Shapes    B rows in an optimizer batch; whatever the losses see is (B,).
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of the desirable and of the others | rewards/margins: their
           difference | rewards/accuracies: share of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/chosen, logps/rejected: log π(y|x) | count/chosen, count/rejected: rows in the batch | grad_norm before
-          clipping | lr | num_tokens so far, a prompt counted once. A batch of one kind has no mean of the other. eval_*: the same, held out.
+          logps/chosen, logps/rejected: log π(y|x) | count/chosen, count/rejected: rows in the batch | humanline/unclamped: share
+          of a row's tokens whose log-ratio it leaves alone | grad_norm before clipping | lr | num_tokens so far, a prompt counted
+          once. A batch of one kind has no mean of the other. eval_*: the same, held out.
 """
 import math
 import time
@@ -110,11 +111,12 @@ class Batch(NamedTuple):
     logp: torch.Tensor  # log π(y|x)
     rho: torch.Tensor  # log π(y|x) − log π_ref(y|x)
     label: torch.Tensor  # bool: desirable
+    free: torch.Tensor | None = None  # share of its tokens that humanline leaves alone
 
 
 def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, beta: float, desirable=1.0, undesirable=1.0) -> torch.Tensor:
     """The loss of every row, (B,), float32. z is a number without gradient, in nats."""
-    _, rho, label = batch
+    _, rho, label, _ = batch
     match loss:
         case "kto": return torch.where(label, desirable * (1 - torch.sigmoid(beta * (rho - z))),  # equation 7
                                        undesirable * (1 - torch.sigmoid(beta * (z - rho))))
@@ -130,6 +132,7 @@ def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, float]:
     reward, sign = args.beta * batch.rho, torch.where(batch.label, 1.0, -1.0)
     accuracy = torch.where(reward.abs() < 1e-5, 0.5, (reward * sign > 0).float())  # a tie, to rounding, counts one half
     values = {"loss": objective(batch, z, args), "rewards/accuracies": accuracy} | ({"kl": z} if args.loss == "kto" else {})
+    values |= {"humanline/unclamped": batch.free} if args.humanline else {}
     for name, kind in (("chosen", batch.label), ("rejected", ~batch.label)):
         values[f"count/{name}"] = kind.sum().float()
         if kind.any():
@@ -226,8 +229,9 @@ def asked(rows: list[Row], args: Args) -> list:
 
 def measure(policy, rows: list[Row], known, args: Args) -> Batch:
     """What the losses see of some rows. `known` maps (prompt, answer) to the reference's log-probs."""
-    logp, rho, _ = log_ratios(policy, groups(rows), known, args)
-    return Batch(logp, rho, torch.tensor([row.label for row in rows], device=logp.device))
+    logp, rho, free = log_ratios(policy, groups(rows), known, args)
+    label, size = torch.tensor([[row.label, len(row.completion)] for row in rows], device=logp.device).unbind(1)
+    return Batch(logp, rho, label.bool(), free / size)
 
 
 @torch.no_grad()

@@ -607,18 +607,23 @@ class Live:
             r.lerp_(p.to(r.dtype), mix) if mix < 1 else r.copy_(p)
 
 
+MEANINGLESS = "_name_or_path architectures dtype initializer_range max_position_embeddings max_window_layers transformers_version use_cache".split()
+
+
 def _local(weight):
     return getattr(weight, "_local_tensor", weight).detach()  # under FSDP2 this rank's shard
 
 
 def matching_weights(policy, reference) -> list:
-    """The reference's weights under the names of those that train in the policy. Raises BadInput if their shapes differ."""
-    theirs = dict(reference.named_parameters())
-    ours = [(name, p) for name, p in policy.named_parameters() if p.requires_grad]
-    for name, p in ours:
-        if name not in theirs or theirs[name].shape != p.shape:
-            raise BadInput(f"the reference's weights are not shaped like the policy's ({name}): use --ref cache, or another --ref_model")
-    return [theirs[name] for name, _ in ours]
+    """The reference's weights under the names of those that train in the policy. Raises BadInput if names, shapes or what the
+    config makes of them differ: an untied head would stay behind, and another rope_theta makes another model of the same weights."""
+    ours, theirs = (dict(model.named_parameters()) for model in (policy, reference))
+    configs = [{k: v for k, v in base_model(model).config.to_dict().items() if k not in MEANINGLESS and "dropout" not in k and not k.endswith("token_id")}
+               for model in (policy, reference)]
+    differ = [name for name in ours | theirs if name not in theirs or name not in ours or ours[name].shape != theirs[name].shape]
+    if differ := differ or [name for name in configs[0] | configs[1] if configs[0].get(name) != configs[1].get(name)]:
+        raise BadInput(f"the reference's weights are not shaped like the policy's ({differ[0]}): use --ref cache, or another --ref_model")
+    return [theirs[name] for name, p in ours.items() if p.requires_grad]
 
 
 def reference_window(step: int, steps: int, args) -> range:
@@ -727,6 +732,8 @@ def load_model(name: str, device: str, trainable: bool = False):
             if not find(name, "adapter_model.safetensors"):
                 raise ValueError("it has no adapter_model.safetensors")
             adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=trainable, autocast_adapter_dtype=False)
+            if adapted.active_peft_config.is_prompt_learning:
+                raise ValueError("it is no LoRA adapter but a learned prompt, which lies outside of the model's layers")
         except Exception as error:
             raise BadInput(f"cannot load the adapter {name}: {one_line(error)}") from None
         adapted.saved_dtype = model.saved_dtype
@@ -941,13 +948,13 @@ def check_args(args, positive: str, *rules: tuple[bool, str]):
         (args.ref_dtype != "float32" and args.ref != "live", f"--ref {args.ref} has no weights of its own on the device: leave out --ref_dtype"),
         (args.lora_r and adapter_base(args.model), f"{args.model} is an adapter already, which goes on training: leave out --lora_r"),
         (args.merge and not lora, "there is no adapter to --merge: add --lora_r"),
-        (not lora and (args.lora_alpha or args.lora_dropout or args.lora_target != "all-linear"), "--lora_* needs --lora_r"),
+        (not args.lora_r and (args.lora_alpha or args.lora_dropout or args.lora_target != "all-linear"), "--lora_* needs --lora_r"),
         (value("humanline") and (value("sync_reference") or 1) != 1, "--humanline syncs the reference at every step: leave out --sync_reference"),
         (value("sync_reference") and args.ref not in ("swap", "live", "adapter"),
          f"--ref {args.ref} never moves, and --sync_reference and --humanline need a reference that does: use --ref {'adapter' if lora else 'swap'}"),
         (value("sync_reference") and args.ref == "live" and lora, "the moving reference of a LoRA run is an adapter: use --ref adapter"),
         (value("sync_mix") not in (None, 1.0) and not value("sync_reference"), "--sync_mix needs --sync_reference"),
-        (not 0 < (value("sync_mix") or 1) <= 1, "--sync_mix must be above 0 and at most 1"),
+        (value("sync_mix") is not None and not 0 < value("sync_mix") <= 1, "--sync_mix must be above 0 and at most 1"),
         (not 0 <= args.lora_dropout < 1, "--lora_dropout must be at least 0 and less than 1"),
         (value("log_eps_p") is not None and not value("log_eps_p") <= 0 <= value("log_eps_r"), "--log_eps_p must not be above 0, nor --log_eps_r below"),
         (not 0 <= (args.lr or 0) < math.inf or not 0 <= args.weight_decay < math.inf or min(args.samples, args.eval_size) < 0,
@@ -955,7 +962,7 @@ def check_args(args, positive: str, *rules: tuple[bool, str]):
         (not 0 <= args.warmup <= 1, "--warmup is a share of the steps: between 0 and 1"),
         (not 0 <= args.seed < 2**63, "--seed must be between 0 and 2^63"),
         *((value(name) is not None and not 0 < value(name) < math.inf, f"--{name} must be above 0")
-          for name in (positive + " lora_r lora_alpha sync_reference batch_size tokens_per_forward max_length max_new_tokens steps epochs "
+          for name in (positive + " lora_r lora_alpha sync_reference ref_ahead batch_size tokens_per_forward max_length max_new_tokens steps epochs "
                        "eval_every max_grad_norm save_every keep").split()),
     ):
         if wrong:
@@ -974,6 +981,8 @@ def load_references(args, tokenizer, asked: list[Group], device: str):
         reference = Swap(policy, load_model(other, "cpu") if other else None)
     elif args.ref == "live":
         reference = Live(policy, load_model(args.ref_model, device).to(getattr(torch, args.ref_dtype)))
+        if args.sync_reference:
+            matching_weights(policy, reference.model)  # at the door, not at the first move
     return policy, reference
 
 

@@ -103,9 +103,9 @@ from tqdm import tqdm  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, Diverged, Run, RewardModel, autocast, base_model, batch_rows, call_scorer, check_args, check_start, command_line, encode, eval_mode, generate,
-    hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, one_line, pad_left, peak_memory,
-    reference_logprobs, report, save_model, stop_tokens, text_of, with_defaults)
+    BadInput, Diverged, RewardModel, Run, adapter_base, autocast, base_model, batch_rows, call_scorer, check_args, check_start,
+    command_line, encode, eval_mode, generate, hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor,
+    micro_batches, one_line, pad_left, peak_memory, reference_logprobs, report, save_model, stop_tokens, text_of, with_defaults)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss
@@ -342,7 +342,7 @@ def settle(args: Args) -> Args:
     """Fills in the defaults that depend on others, and refuses what cannot be meant."""
     if args.model is None and args.data is None and not args.reward and not args.reward_model:
         args = replace(args, reward=("demo/score.py:sentiment",))
-    ref = args.ref or ("none" if args.beta == 0 else "adapter" if args.lora_r else "swap")
+    ref = args.ref or ("none" if args.beta == 0 else "adapter" if args.lora_r or args.model and adapter_base(args.model) else "swap")
     args = with_defaults(replace(args, ref=ref), DEMO)
     count = len(args.reward) + bool(args.reward_model)
     check_args(

@@ -45,7 +45,7 @@ def loss(name, pairs=PAIRS, eps=EPS):
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_by_hand(name):
-    logp_w, logp_l, c, r, n, m, a, b = (x.tolist() for x in PAIRS)
+    logp_w, logp_l, c, r, n, m, a, b = (x.tolist() for x in PAIRS[:8])
     truth = [BY_HAND[name](*row) for row in zip(c, r, logp_w, logp_l, n, m, a, b)]
     assert loss(name).tolist() == pytest.approx(truth, rel=1e-5)
 
