@@ -418,7 +418,7 @@ def main(args: Args) -> list[dict]:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
             values |= scored
         log.write(values, answers, texts, dict(zip(("rollout", "reward", "reference", "update"), np.diff(clock).round(4).tolist())))
-        bar.set_postfix_str(f"reward {values.get('reward', math.nan):.3f}, kl {values['kl']:.4f}, "
+        bar.set_postfix_str(f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}, "
                             f"{tokens / (time.monotonic() - start):,.0f} tokens/s, {peak_memory()}")
 
     save_model(policy, tokenizer, out, args.merge)
