@@ -1090,7 +1090,7 @@ def report(log: Log):
         print(f"\n{prompt}\n  before  {old['completion']}\n  after   {new['completion']}")
     print(f"\n{'held out':28}{'before':>8}{'after':>8}")
     for name in ("eval_loss", "eval_reward", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score"):
-        if name in log.history[0]:
+        if name in log.history[0] and name in log.history[-1]:  # a reward may have nothing to say of any answer
             print(f"{name:28}{log.history[0][name]:8.3f}{log.history[-1][name]:8.3f}")
 
 

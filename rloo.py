@@ -268,7 +268,8 @@ def judge(rollout: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) 
     spoke = torch.zeros(len(samples), dtype=torch.bool)
     for name, function, weight in functions:
         scores = torch.tensor([math.nan if x is None else x for x in call_scorer(function, name, samples, repeated)])
-        total, spoke = total + weight * scores.nan_to_num(0.0), spoke | ~scores.isnan()
+        if weight:  # --score has none: what it says makes no reward of a sample that the others left out
+            total, spoke = total + weight * scores.nan_to_num(0.0), spoke | ~scores.isnan()
         if not scores.isnan().all():
             means[f"rewards/{name}"] = scores.nanmean().item()
     total = torch.where(spoke, total, math.nan)
@@ -332,8 +333,8 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list[tupl
     with eval_mode(policy):
         rho = log_ratios(policy, answers.groups, known, args)[1] if known is not None else None
     values = metrics(answers, rewards, rho) | means
-    if "rewards/score" in values:
-        values["score"] = values.pop("rewards/score")
+    if "rewards/--score" in values:
+        values["score"] = values.pop("rewards/--score")
     return samples, {f"eval_{name}": value for name, value in values.items() if name != "frac_reward_zero_std"}
 
 
@@ -366,7 +367,7 @@ def main(args: Args) -> list[dict]:
     device, out, start = "cuda" if torch.cuda.is_available() else "cpu", Path(args.out), time.monotonic()
     torch.manual_seed(args.seed)
     functions = load_rewards(args, device)
-    judges = functions + ([("score", load_function(args.score), 0.0)] if args.score else [])  # of held-out answers
+    judges = functions + ([("--score", load_function(args.score), 0.0)] if args.score else [])  # of held-out answers
     tokenizer, context = load_tokenizer(args.model)
     train, held = load_rows(args.data, tokenizer, room := min(args.max_length, context) - args.max_new_tokens, args), []
     if args.eval_data:
