@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import refcache
 import rloo
 from models import make
-from refcache import BadInput, RewardModel, batch_rows, completion_logprobs, load_tokenizer, lr_factor
-from rloo import Args, Rollout, Row, backward, draw, judge, leave_one_out, main, policy_loss, rollout
+from refcache import BadInput, RewardModel, batch_rows, load_tokenizer, lr_factor
+from rloo import Args, Rollout, Row, draw, judge, leave_one_out, main, policy_loss, rollout
 
 ROOT = Path(rloo.__file__).parent
 MODEL = str(ROOT / "demo/model")
@@ -29,6 +29,9 @@ TOKENIZER, _ = load_tokenizer(MODEL)
 PROMPTS = [(5, 6, 7, 8, 9, 10, 11, 12, 13), (20, 21), (30, 31, 32, 33, 34)]  # of the tiny models
 SPECIAL = SimpleNamespace(eos_token_id=2, pad_token_id=0)  # all that a rollout asks of their tokenizer
 NAN = math.nan
+def vowels(text): return sum(x in "aeiou" for x in text) / 10
+
+
 REWARDS = "def {}(prompts, completions, **columns):\n    texts = [c if isinstance(c, str) else c[-1]['content'] for c in completions]\n    return {}\n"
 
 
@@ -76,78 +79,20 @@ def logp(model, prompt, y, temperature=1.0):
 # --- the loss -------------------------------------------------------------------------------------------------------
 
 
-def test_advantages_by_hand_and_without_a_standard_deviation():
+def test_advantages_by_hand_without_a_standard_deviation_and_without_samples_left_out():
     assert leave_one_out(tensor([[1.0, 2.0, 6.0], [10.0, 20.0, 60.0], [3.0, 3.0, 3.0]])).tolist() == [[-3, -1.5, 4.5], [-30, -15, 45], [0, 0, 0]]
     assert leave_one_out(torch.randn(5, 4)).sum(1).abs().max() < 1e-5
-
-
-def test_a_sample_left_out_is_in_no_baseline_and_one_alone_learns_nothing():
-    A = leave_one_out(tensor([[1.0, NAN, 6.0, 2.0], [NAN, 5.0, NAN, NAN], [NAN] * 4, [NAN, 1.0, 4.0, NAN]]))
+    A = leave_one_out(tensor([[1.0, NAN, 6.0, 2.0], [NAN, 5.0, NAN, NAN], [NAN] * 4, [NAN, 1.0, 4.0, NAN]]))  # one alone learns nothing
     assert A.tolist() == [[-3, 0, 4.5, -1.5], [0, 0, 0, 0], [0, 0, 0, 0], [0, -3, 3, 0]]
 
 
-def test_at_the_old_policy_the_gradient_is_minus_the_advantage_times_that_of_log_pi():
-    logps, A = tensor([-3.0, -70.0, -2.0], requires_grad=True), tensor([1.5, -2.0, 0.0])
-    grad, = torch.autograd.grad(policy_loss(logps, logps.detach(), A, 0.2).sum(), logps)
-    assert grad.tolist() == [-1.5, 2, 0]
-
-
-def test_clipping_by_hand_on_both_sides():
-    ratios, A = tensor([1.5, 1.5, 0.5, 0.5, 1.1]), tensor([2.0, -2.0, 2.0, -2.0, 2.0])
-    logps = ratios.log().requires_grad_()
-    losses = policy_loss(logps, torch.zeros(5), A, 0.2)
+def test_the_gradient_is_minus_the_advantage_times_the_ratio_and_clipping_by_hand():
+    ratios, A = tensor([1.0, 1.0, 1.0, 1.5, 1.5, 0.5, 0.5, 1.1]), tensor([1.5, -2.0, 0.0, 2.0, -2.0, 2.0, -2.0, 2.0])
+    logps = (ratios.log() - 70).requires_grad_()
+    losses = policy_loss(logps, torch.full((8,), -70.0), A, 0.2)
     grad, = torch.autograd.grad(losses.sum(), logps)
-    assert losses.tolist() == pytest.approx([-2.4, 3.0, -1.0, 1.6, -2.2]) and grad.tolist() == pytest.approx([0, 3.0, -1.0, 0, -2.2])
-
-
-GROUPS = [(PROMPTS[0], [(40, 41, 2), (42, 2), (43, 44, 45, 46)]), (PROMPTS[1], [(50, 2), (50, 2), (51, 52)])]
-
-
-def step_by_hand(model, base, rewards, args, old=None):
-    """-> loss and log-probs, one forward a sequence; KL before the baseline."""
-    loss, logps = 0, [[logp(model, p, y, args.temperature) for y in ys] for p, ys in GROUPS]
-    for b, (p, ys) in enumerate(GROUPS):
-        was = old[b] if old else [x.item() for x in logps[b]]
-        with torch.no_grad(): r = [rewards[b][i] - args.beta * (was[i] - logp(base, p, y, args.temperature).item()) for i, y in enumerate(ys)]
-        for i in range(3):
-            ratio, A = torch.exp(logps[b][i] - was[i]), r[i] - sum(r[j] for j in range(3) if j != i) / 2
-            loss = loss - torch.min(ratio * A, ratio.clamp(0.8, 1.2) * A) / 6
-    return loss, [[x.item() for x in row] for row in logps]
-
-
-@pytest.mark.parametrize("budget", [1, 100_000])
-@pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])  # a shared prompt, and padded rows
-def test_two_updates_equal_a_slow_loop_with_old_log_probs_of_their_own(name, budget):
-    model, base, args = make(name), make(name, seed=1), tiny(k=3, beta=0.3, temperature=1.5, tokens_per_forward=budget)
-    rewards, known, seen, old = tensor([[1.0, -1.0, 0.5], [2.0, 0.0, 0.0]]), refcache.ReferenceCache(), None, None
-    known.score(base, GROUPS, temperature=1.5)
-    for update in range(2):
-        seen, losses = backward(model, GROUPS, rewards, known, seen, args)
-        got = {n: p.grad.clone() for n, p in model.named_parameters()}
-        model.zero_grad()
-        loss, logps = step_by_hand(model, base, rewards.tolist(), args, old)
-        old = old or logps
-        loss.backward()
-        assert losses["loss"] == pytest.approx(loss.item(), abs=1e-4)
-        scale = max(p.grad.abs().max().item() for p in model.parameters())
-        assert max((got[n] - p.grad).abs().max().item() for n, p in model.named_parameters()) < 1e-4 * scale
-        with torch.no_grad():
-            for p in model.parameters(): p.sub_(4e-3 * p.grad / scale)
-        model.zero_grad()
-    now = tensor([[logp(model, p, y, 1.5).item() for y in ys] for p, ys in GROUPS])
-    seen, losses = backward(model, GROUPS, rewards, known, seen, args)
-    ratio = (now - tensor(old)).exp()
-    beyond = (ratio > 1.2) & (seen.advantages > 0) | (ratio < 0.8) & (seen.advantages < 0)
-    assert losses["clip_ratio"] == pytest.approx(beyond.float().mean().item()) and 0 < beyond.sum() < 6
-
-
-def test_the_reward_is_clipped_before_the_kl():
-    model, base, known = make("llama"), make("llama", seed=1), refcache.ReferenceCache()
-    known.score(base, GROUPS)
-    seen, _ = backward(model, GROUPS, tensor([[9.0, -9.0, 0.5], [9.0, 0.0, NAN]]), known, None, tiny(k=3, reward_clip=(-1.0, 1.0)))
-    rho = tensor([[logp(model, p, y).item() - logp(base, p, y).item() for y in ys] for p, ys in GROUPS])
-    assert torch.allclose(seen.advantages, leave_one_out(tensor([[1.0, -1.0, 0.5], [1.0, 0.0, NAN]]) - 0.05 * rho), atol=1e-4)
-    assert torch.allclose(seen.rho, rho, atol=1e-4) and seen.advantages[1, 2] == 0
+    assert losses.tolist() == pytest.approx([-1.5, 2, 0, -2.4, 3, -1, 1.6, -2.2], abs=1e-4)
+    assert grad.tolist() == pytest.approx([-1.5, 2, 0, 0, 3, -1, 0, -2.2], abs=1e-4)
 
 
 # --- samples --------------------------------------------------------------------------------------------------------
@@ -175,24 +120,27 @@ def test_samples_are_a_function_of_seed_and_step_and_not_of_the_batch():
 
 
 def test_finished_rows_leave_and_the_others_go_on_as_they_were():
-    """Many tokens are stop tokens, so that rows leave at every length; without any the same random numbers give longer rows."""
-    model, args, ends = make("gpt2"), tiny(temperature=3.0), set(range(2, 12))
+    """Rows leave at every length; without stop tokens the same random numbers give longer rows. Entropy: of the living, at every token."""
+    model, args, ends, entropies = make("gpt2"), tiny(temperature=3.0), set(range(2, 12)), []
     model.generation_config.eos_token_id = None
     whole = rollout(model, SimpleNamespace(eos_token_id=None, pad_token_id=0), PROMPTS, 8, 1, args)
     assert not whole.ended.any() and all(len(y) == 10 for _, ys in whole.groups for y in ys)
     model.generation_config.eos_token_id = sorted(ends - {2})  # both count: the model's list, and the tokenizer's own
     short = rollout(model, SPECIAL, PROMPTS, 8, 1, args)
-    for (_, long), (_, ys), ended in zip(whole.groups, short.groups, short.ended.tolist()):
+    for (prompt, long), (_, ys), ended in zip(whole.groups, short.groups, short.ended.tolist()):
         stops = [next((t + 1 for t, x in enumerate(y) if x in ends), 10) for y in long]
         assert ys == [y[:n] for y, n in zip(long, stops)] and ended == [y[-1] in ends for y in ys]
+        for y in ys:
+            probs = (model(torch.tensor([prompt + y])).logits[0, len(prompt) - 1:-1] / 3).softmax(-1)
+            entropies += (-torch.special.xlogy(probs, probs).sum(-1)).tolist()
+    assert short.entropy == pytest.approx(np.mean(entropies), abs=1e-4)
     assert len({len(y) for _, ys in short.groups for y in ys}) > 4 and short.ended.any() and not short.ended.all()
 
 
 @pytest.mark.parametrize("temperature", [4.0, 2.0])
 def test_first_tokens_have_the_model_s_distribution(temperature):
     model = make("llama")
-    ys = rollout(model, SPECIAL, PROMPTS, 4000, 1, tiny(temperature=temperature, max_new_tokens=1)).groups
-    for prompt, ys in ys:
+    for prompt, ys in rollout(model, SPECIAL, PROMPTS, 4000, 1, tiny(temperature=temperature, max_new_tokens=1)).groups:
         truth = (model(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1)
         seen = torch.bincount(torch.tensor(ys)[:, 0], minlength=97) / 4000
         assert (truth - seen).abs().sum() / 2 < 0.1 and truth.max() < 0.9
@@ -224,38 +172,21 @@ def test_a_generation_config_and_checkpointed_layers_change_no_sample(capsys):
     assert any(module.training for module in model.modules()) and not model.training
 
 
-def test_entropy_is_that_of_every_distribution_a_living_row_drew_from():
-    model, args = make("llama"), tiny(temperature=2.0)
-    model.generation_config.eos_token_id = list(range(2, 20))
-    sampled, entropies = rollout(model, SPECIAL, PROMPTS, 3, 1, args), []
-    for prompt, ys in sampled.groups:
-        for y in ys:
-            p = (model(torch.tensor([prompt + y])).logits[0, len(prompt) - 1:-1] / 2.0).softmax(-1)
-            entropies += (-torch.special.xlogy(p, p).sum(-1)).tolist()
-    assert sampled.entropy == pytest.approx(np.mean(entropies), abs=1e-4) and len(entropies) < 90
-
-
-def broken(self, repeats):
-    raise NotImplementedError("no rows to repeat")
-
-
 def wrong(self, repeats, real=DynamicCache.batch_repeat_interleave):
     real(self, repeats)
     for layer in self.layers: layer.values = layer.values + 1
 
 
-@pytest.mark.parametrize("expand, words", [(broken, "no rows to repeat"), (wrong, "changed a probability")])
+@pytest.mark.parametrize("expand, words", [(lambda self, repeats: 1 / 0, "division by zero"), (wrong, "changed a probability")])
 def test_a_cache_that_cannot_be_expanded_is_not_and_says_so_once(expand, words, monkeypatch, capsys):
-    monkeypatch.setattr(DynamicCache, "batch_repeat_interleave", expand)
-    model = make("llama")
-    greedy = [rollout(model, SPECIAL, PROMPTS, 3, step, tiny(temperature=0.0)).groups for step in (1, 2)]
-    monkeypatch.undo()
-    assert greedy[0] == greedy[1] == rollout(make("llama"), SPECIAL, PROMPTS, 3, 1, tiny(temperature=0.0)).groups
+    model, ask = make("llama"), lambda model, heat, step=1: rollout(model, SPECIAL, PROMPTS, 3, step, tiny(temperature=heat)).groups
+    truth = ask(make("llama"), 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(DynamicCache, "batch_repeat_interleave", expand)
+        assert ask(model, 0.0) == ask(model, 0.0, step=2) == truth
     said = capsys.readouterr().out
     assert said.count("every sample encodes its prompt") == 1 and words in said
-    hot = rollout(model, SPECIAL, PROMPTS, 3, 1, tiny(temperature=3.0))
-    assert hot.entropy is None and all(len(set(ys)) == 3 for _, ys in hot.groups)
-    assert hot.groups == rollout(model, SPECIAL, PROMPTS, 3, 1, tiny(temperature=3.0)).groups != rollout(model, SPECIAL, PROMPTS, 3, 2, tiny(temperature=3.0)).groups
+    assert ask(model, 3.0) == ask(model, 3.0) != ask(model, 3.0, step=2) and all(len(set(ys)) == 3 for _, ys in ask(model, 3.0))
 
 
 # --- rewards --------------------------------------------------------------------------------------------------------
@@ -333,7 +264,7 @@ def test_learns_the_demo(tmp_path):
     assert history[0]["eval_score"] < 0.45 and history[-1]["eval_score"] > 0.9 and abs(history[1]["kl"]) < 1e-5
 
 
-@pytest.mark.parametrize("changes", [dict(), dict(updates_per_rollout=2, temperature=0.8, beta=0.2), dict(mask_truncated=True)])
+@pytest.mark.parametrize("changes", [dict(), dict(updates_per_rollout=2, temperature=0.8, reward_clip=(0.5, 1.5)), dict(mask_truncated=True)])
 def test_training_equals_a_slow_loop(run, changes):
     """Two models in memory, one forward a sequence, from the samples of the run."""
     history, trained, rollouts = run(**changes)
@@ -344,25 +275,27 @@ def test_training_equals_a_slow_loop(run, changes):
         optimizer.param_groups[0]["lr"] = 1e-3 * lr_factor(step, 3, 0.1, "linear")
         old, kl = None, 0
         for _ in range(args.updates_per_rollout):
-            loss, logps = 0, [[logp(policy, p, y, args.temperature) for y in ys] for p, ys in groups]
+            loss, beyond, logps = 0, 0, [[logp(policy, p, y, args.temperature) for y in ys] for p, ys in groups]
             old = old or [[x.item() for x in row] for row in logps]
             for b, (p, ys) in enumerate(groups):
                 with torch.no_grad(): rho = [old[b][i] - logp(base, p, y, args.temperature).item() for i, y in enumerate(ys)]
                 texts = TOKENIZER.batch_decode(ys, skip_special_tokens=True)
-                R = {i: sum(x in "aeiou" for x in text) / 10 - args.beta * rho[i] for i, text in enumerate(texts) if ended[b, i] or not args.mask_truncated}
+                low, high = args.reward_clip or (0, 99)
+                R = {i: min(max(vowels(text), low), high) - args.beta * rho[i] for i, text in enumerate(texts) if ended[b, i] or not args.mask_truncated}
                 kl += sum(rho)
                 for i in R if len(R) > 1 else ():
                     ratio, A = (logps[b][i] - old[b][i]).exp(), R[i] - sum(R[j] for j in R if j != i) / (len(R) - 1)
-                    loss = loss - torch.min(ratio * A, ratio.clamp(0.8, 1.2) * A) / 16
+                    loss, beyond = loss - torch.min(ratio * A, ratio.clamp(0.8, 1.2) * A) / 16, beyond + (ratio > 1.2 if A > 0 else ratio < 0.8).item() / 16
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-        assert loss.item() == pytest.approx(history[step]["loss"], abs=1e-4)
+        assert loss.item() == pytest.approx(history[step]["loss"], abs=1e-4) and beyond == pytest.approx(history[step]["clip_ratio"])
         assert kl / args.updates_per_rollout / sum(len(y) for _, ys in groups for y in ys) == pytest.approx(history[step]["kl"], abs=1e-4)
     assert abs(history[3]["kl"]) > 1e-3 and len(rollouts) == 3 and any(0 < v["completions/clipped_ratio"] < 1 for v in history[1:])
     assert (max(v["clip_ratio"] for v in history[1:]) > 0) == (args.updates_per_rollout > 1)
-    assert largest_difference(dict(policy.named_parameters()), trained) < 1e-4
+    gaps = torch.cat([(p - trained[name]).abs().flatten() for name, p in policy.named_parameters()])
+    assert gaps.topk(20).values[-1] < 1e-5  # of 426,624: where a gradient is 1e-8, Adam makes a whole step of its rounding
 
 
 def test_an_update_costs_one_forward_a_micro_batch_and_the_old_policy_none(run, monkeypatch):
@@ -424,13 +357,13 @@ def test_metrics_by_hand_and_what_the_files_hold(run):
     names = {name.removeprefix("eval_") for values in history for name in values} - {"step", "rewards/vowels"}
     assert not [name for name in names if name not in rloo.__doc__] and "rewards/NAME" in rloo.__doc__
     metrics, samples, seconds = ([json.loads(line) for line in open(run.out / f"{name}.jsonl")] for name in ("metrics", "samples", "seconds"))
-    assert metrics == history and all(set(s) == {"step", "rollout", "reward", "reference", "update"} for s in seconds) and len(seconds) == 3
-    assert ["eval_reward" in values for values in history] == [True, False, True, True]
+    assert metrics == history and [list(s) for s in seconds] == [["step", "rollout", "reward", "reference", "update"]] * 3
+    assert ["eval_reward" in values for values in history] == [True, False, True, True] and sum(s["held_out"] for s in samples) == 6
     total = 0
     for step, (groups, ended, _) in enumerate(rollouts, 1):
         rows, drawn = [ROWS[i] for i in batch_rows(step, 24, 4, 0)], [s for s in samples if s["step"] == step and not s["held_out"]]
         texts = [TOKENIZER.decode(y, skip_special_tokens=True) for _, ys in groups for y in ys]
-        rewards = [sum(x in "aeiou" for x in text) / 10 for text in texts]
+        rewards = list(map(vowels, texts))
         assert [s["prompt"] for s in drawn] == [row["prompt"] for row in rows for _ in range(4)] and [s["completion"] for s in drawn] == texts
         assert [s["reward"] for s in drawn] == pytest.approx(rewards)
         lengths = [len(y) for _, ys in groups for y in ys]
@@ -439,12 +372,11 @@ def test_metrics_by_hand_and_what_the_files_hold(run):
             "reward": np.mean(rewards), "reward_std": np.std(rewards), "rewards/vowels": np.mean(rewards), "num_tokens": total,
             "completions/mean_length": np.mean(lengths), "completions/clipped_ratio": 1 - ended.float().mean().item(),
             "frac_reward_zero_std": np.mean([len(set(rewards[b * 4:b * 4 + 4])) == 1 for b in range(4)])}.items()}
-    assert len([s for s in samples if s["held_out"]]) == 2 * 3
 
 
-def test_samples_without_any_reward_teach_nothing_and_a_score_makes_none(run, tmp_path, capsys):
-    (tmp_path / "none.py").write_text(REWARDS.format("score", "[None] * len(texts)") + REWARDS.format("length", "[len(text) for text in texts]"))
-    history, trained, _ = run(reward=(f"{tmp_path}/none.py:score",), score=f"{tmp_path}/none.py:length", steps=1)
+def test_samples_without_any_reward_teach_nothing_and_a_score_makes_none(run, tmp_path):
+    (tmp_path / "none.py").write_text(REWARDS.format("score", "[None] * len(texts)"))
+    history, trained, _ = run(reward=(f"{tmp_path}/none.py:score",), score=f"{tmp_path}/vowels.py:vowels", steps=1)
     assert "reward" not in history[1] and "eval_reward" not in history[1] and history[1]["eval_score"] > 0
     assert history[1]["grad_norm"] == 0 and largest_difference(trained, load_file(Path(MODEL) / "model.safetensors")) == 0
 
