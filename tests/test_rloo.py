@@ -29,10 +29,13 @@ TOKENIZER, _ = load_tokenizer(MODEL)
 PROMPTS = [(5, 6, 7, 8, 9, 10, 11, 12, 13), (20, 21), (30, 31, 32, 33, 34)]  # of the tiny models
 SPECIAL = SimpleNamespace(eos_token_id=2, pad_token_id=0)  # all that a rollout asks of their tokenizer
 NAN = math.nan
+REWARDS = """
+def vowels(prompts, completions, **columns):
+    return [sum(x in "aeiou" for x in (y if isinstance(y, str) else y[-1]["content"])) / 10 for y in completions]
+def score(completions, **columns):
+    return [None] * len(completions)
+"""
 def vowels(text): return sum(x in "aeiou" for x in text) / 10
-
-
-REWARDS = "def {}(prompts, completions, **columns):\n    texts = [c if isinstance(c, str) else c[-1]['content'] for c in completions]\n    return {}\n"
 
 
 def write(path, rows):
@@ -43,7 +46,7 @@ def write(path, rows):
 @pytest.fixture
 def args(tmp_path):
     """A run of three steps, whose samples have an end about as often as not."""
-    (tmp_path / "vowels.py").write_text(REWARDS.format("vowels", "[sum(x in 'aeiou' for x in text) / 10 for text in texts]"))
+    write(tmp_path / "vowels.py", [REWARDS])
     return Args(model=MODEL, data=write(tmp_path / "train.jsonl", ROWS), eval_data=write(tmp_path / "eval.jsonl", ROWS[:4]), steps=3, batch_size=4,
                 lr=1e-3, samples=2, max_new_tokens=12, reward=(f"{tmp_path}/vowels.py:vowels",), out=str(tmp_path / "out"))
 
@@ -58,7 +61,8 @@ def run(args, tmp_path, monkeypatch):
             patch.setattr(rloo, "rollout", lambda *a: rollouts.append(rollout(*a)) or rollouts[-1])
             history = main(mine)
         run.out = Path(mine.out)
-        return history, load_file(run.out / "model.safetensors") if not mine.lora_r else None, [r for r in rollouts if len(r.groups[0][1]) > 1]
+        trained = load_file(run.out / ("adapter_model.safetensors" if mine.lora_r else "model.safetensors"))
+        return history, trained, [r for r in rollouts if len(r.groups[0][1]) > 1]
     return run
 
 
@@ -163,10 +167,11 @@ def test_top_k_and_top_p_cut_exactly_and_nothing_of_probability_0_is_drawn():
     assert shares(temperature=0.5) == pytest.approx(squares, abs=2e-3)
 
 
-def test_a_generation_config_and_checkpointed_layers_change_no_sample(capsys):
+def test_a_generation_config_and_checkpointed_layers_change_no_sample():
     model, args = make("qwen2"), tiny(temperature=3.0)
     first = rollout(model, SPECIAL, PROMPTS, 3, 1, args)
-    own = model.generation_config = GenerationConfig(do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=9.0, eos_token_id=2, min_new_tokens=9)
+    own = model.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=9.0, eos_token_id=2, min_new_tokens=9)
     refcache.checkpoint_layers(model)
     assert rollout(model, SPECIAL, PROMPTS, 3, 1, args).groups == first.groups and model.generation_config is own
     assert any(module.training for module in model.modules()) and not model.training
@@ -192,11 +197,10 @@ def test_a_cache_that_cannot_be_expanded_is_not_and_says_so_once(expand, words, 
 # --- rewards --------------------------------------------------------------------------------------------------------
 
 
-def judged(*functions, rows=None):
-    texts, rows = [" soup", " tea", " bread", " cake"], rows or [dict(prompt="a", thing=1), dict(prompt="b", thing=2)]
-    ys = [tuple(TOKENIZER(text).input_ids) for text in texts]
-    groups = [((1,), ys[:2]), ((2,), ys[2:])]
-    return judge(Rollout(groups, None, None), [Row((1,), row) for row in rows], TOKENIZER, [(f"f{i}", f, w) for i, (f, w) in enumerate(functions)])
+def judged(*functions, rows=[dict(prompt="a"), dict(prompt="b")]):
+    ys = [tuple(TOKENIZER(text).input_ids) for text in (" soup", " tea", " bread", " cake")]
+    sampled = Rollout([((1,), ys[:2]), ((2,), ys[2:])], None, None)
+    return judge(sampled, [Row((1,), row) for row in rows], TOKENIZER, [(f"f{i}", f, w) for i, (f, w) in enumerate(functions)])
 
 
 def test_rewards_are_weighted_and_none_of_all_leaves_a_sample_out():
@@ -209,13 +213,10 @@ def test_rewards_are_weighted_and_none_of_all_leaves_a_sample_out():
 
 
 def test_columns_come_once_a_sample_and_chats_as_messages():
-    seen = {}
-    judged((lambda **columns: seen.update(columns) or [0.0] * 4, 1.0))
-    assert seen == dict(prompts=["a", "a", "b", "b"], completions=[" soup", " tea", " bread", " cake"], thing=[1, 1, 2, 2])
-    chat = [{"role": "user", "content": "a"}]
+    seen, chat = {}, [{"role": "user", "content": "a"}]
     judged((lambda **columns: seen.update(columns) or [0.0] * 4, 1.0), rows=[dict(prompt=chat, thing=1), dict(prompt="b", thing=None)])
-    assert seen["prompts"] == [chat, chat, "b", "b"] and seen["thing"] == [1, 1, None, None]
-    assert seen["completions"] == [[{"role": "assistant", "content": " soup"}], [{"role": "assistant", "content": " tea"}], " bread", " cake"]
+    answers = [[{"role": "assistant", "content": " soup"}], [{"role": "assistant", "content": " tea"}], " bread", " cake"]
+    assert seen == dict(prompts=[chat, chat, "b", "b"], completions=answers, thing=[1, 1, None, None])
 
 
 @pytest.mark.parametrize("scores, words", [
@@ -228,9 +229,9 @@ def test_a_reward_that_fails_is_named(scores, words):
     assert "\n" not in str(error.value)
 
 
-def classifier(path, **changes):
+def classifier(path, outputs=1):
     torch.manual_seed(0)
-    config = refcache.AutoConfig.from_pretrained(MODEL, **{"num_labels": 1, **changes})
+    config = refcache.AutoConfig.from_pretrained(MODEL, num_labels=outputs)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     TOKENIZER.save_pretrained(path)
     return str(path)
@@ -251,7 +252,7 @@ def test_a_reward_model_scores_as_one_forward_a_text_does(tmp_path, run):
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path):
-    for name in (classifier(tmp_path / "two", num_labels=2), MODEL, "nowhere"):
+    for name in (classifier(tmp_path / "two", outputs=2), MODEL, "nowhere"):
         with pytest.raises(BadInput, match="is no reward model|cannot load"):
             RewardModel(name, "cpu", 99)
 
@@ -345,8 +346,7 @@ def test_beta_0_loads_no_reference_and_has_no_kl(run, monkeypatch):
 @pytest.mark.parametrize("lora", [dict(), dict(lora_r=4)])
 def test_wherever_the_reference_is_the_metrics_are_the_same(run, lora):
     here, there = (run(ref=ref, **lora)[0] for ref in ("adapter" if lora else "swap", "live"))
-    assert all(a[name] == pytest.approx(b[name], abs=1e-5) for a, b in zip(here, there) for name in a)
-    assert abs(here[3]["kl"]) > 1e-5 and max(v["frac_reward_zero_std"] for v in here[1:]) < 1
+    assert all(a[name] == pytest.approx(b[name], abs=1e-5) for a, b in zip(here, there) for name in a) and abs(here[3]["kl"]) > 1e-5
 
 
 # --- files and refusals ---------------------------------------------------------------------------------------------
@@ -375,8 +375,7 @@ def test_metrics_by_hand_and_what_the_files_hold(run):
 
 
 def test_samples_without_any_reward_teach_nothing_and_a_score_makes_none(run, tmp_path):
-    (tmp_path / "none.py").write_text(REWARDS.format("score", "[None] * len(texts)"))
-    history, trained, _ = run(reward=(f"{tmp_path}/none.py:score",), score=f"{tmp_path}/vowels.py:vowels", steps=1)
+    history, trained, _ = run(reward=(f"{tmp_path}/vowels.py:score",), score=f"{tmp_path}/vowels.py:vowels", steps=1)
     assert "reward" not in history[1] and "eval_reward" not in history[1] and history[1]["eval_score"] > 0
     assert history[1]["grad_norm"] == 0 and largest_difference(trained, load_file(Path(MODEL) / "model.safetensors")) == 0
 
