@@ -308,6 +308,7 @@ def main(args: Args) -> list[dict]:
     def batch_of(step): return [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
 
     known, tokens = None, run.history[-1].get("num_tokens", 0)
+    before = tokens
     for step in run.steps(steps, policy, optimizer, reference):
         rows, window = batch_of(step), reference_window(step, steps, args)
         if known is None or step == window.start:  # the reference's log-probs of this batch and of the next ones
@@ -334,7 +335,7 @@ def main(args: Args) -> list[dict]:
         answers, scored = answer(policy, tokenizer, held, score, args) if step == steps else ([], {})
         run.write(values | scored, answers)
         run.bar.set_postfix_str(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}, "
-                            f"{tokens / (time.monotonic() - start):,.0f} tokens/s, {peak_memory()}")
+                            f"{(tokens - before) / run.bar.format_dict["elapsed"]:,.0f} tokens/s, {peak_memory()}")
 
     save_model(policy, tokenizer, out, args.merge)
     run.finish()

@@ -888,7 +888,7 @@ class RewardModel:
     @torch.no_grad()
     def __call__(self, prompts, completions, **columns) -> list[float]:
         texts = [render(self.tokenizer, prompt, [y], "a sample for the reward model")[1] for prompt, y in zip(prompts, completions)]
-        ids = self.tokenizer(texts, add_special_tokens=isinstance(prompts[0], str)).input_ids
+        ids = [self.tokenizer(text, add_special_tokens=isinstance(prompt, str)).input_ids for text, prompt in zip(texts, prompts)]
         if not all(0 < len(row) <= self.longest for row in ids):
             raise ValueError(f"a sample is longer than its {self.longest} positions: lower --max_length or --max_new_tokens")
         order, scores, pad = sorted(range(len(ids)), key=lambda i: -len(ids[i])), [0.0] * len(ids), self.model.config.pad_token_id
@@ -1069,7 +1069,8 @@ class Run:
             raise BadInput(f"cannot write into --out {self.out}: {error}") from None
         except ImportError:
             raise BadInput("--tensorboard needs `pip install tensorboard`") from None
-        self.finished = (self.out / "finished.json").exists()
+        if self.finished := (self.out / "finished.json").exists():
+            shutil.rmtree(self.out / "checkpoints", ignore_errors=True)  # a kill came between
         checkpoints = self.checkpoints()
         self.newest = self.out / "finished.json" if self.finished else checkpoints[-1] / "state.json" if checkpoints else None
         self.done = self._continue() if self.newest else 0  # steps
@@ -1289,7 +1290,7 @@ def report(run: Run):
         print(f"\n{prompt}\n  before  {old['completion']}\n  after   {new['completion']}")
     print(f"\n{'held out':28}{'before':>8}{'after':>8}")
     for name in ("eval_loss", "eval_reward", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score"):
-        if name in run.history[0]:
+        if name in run.history[0] and name in run.history[-1]:  # a reward may have nothing to say of any answer
             print(f"{name:28}{run.history[0][name]:8.3f}{run.history[-1][name]:8.3f}")
 
 

@@ -254,7 +254,8 @@ def cannot_expand(core) -> str:
 
 def load_rewards(args: Args, device: str) -> list[tuple]:
     """[(name, function, weight), ..]"""
-    functions = [(spec.rsplit(":", 1)[-1], load_function(spec)) for spec in args.reward]
+    names = [spec.rsplit(":", 1)[-1] for spec in args.reward]
+    functions = [(name if names.count(name) == 1 else spec, load_function(spec)) for name, spec in zip(names, args.reward)]
     if args.reward_model:
         functions.append((Path(args.reward_model).name, RewardModel(args.reward_model, device, args.tokens_per_forward)))
     return [(name, f, weight) for (name, f), weight in zip(functions, args.reward_weights or [1.0] * len(functions))]
@@ -269,7 +270,8 @@ def judge(rollout: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) 
     spoke = torch.zeros(len(samples), dtype=torch.bool)
     for name, function, weight in functions:
         scores = torch.tensor([math.nan if x is None else x for x in call_scorer(function, name, samples, repeated)])
-        total, spoke = total + weight * scores.nan_to_num(0.0), spoke | ~scores.isnan()
+        if weight:  # --score has none: what it says makes no reward of a sample that the others left out
+            total, spoke = total + weight * scores.nan_to_num(0.0), spoke | ~scores.isnan()
         if not scores.isnan().all():
             means[f"rewards/{name}"] = scores.nanmean().item()
     total = torch.where(spoke, total, math.nan)
@@ -333,8 +335,8 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list[tupl
     with eval_mode(policy):
         rho = log_ratios(policy, answers.groups, known, args)[1] if known is not None else None
     values = metrics(answers, rewards, rho) | means
-    if "rewards/score" in values:
-        values["score"] = values.pop("rewards/score")
+    if "rewards/--score" in values:
+        values["score"] = values.pop("rewards/--score")
     return samples, {f"eval_{name}": value for name, value in values.items() if name != "frac_reward_zero_std"}
 
 
@@ -366,7 +368,7 @@ def main(args: Args) -> list[dict]:
     args = settle(args)
     device, out, start = "cuda" if torch.cuda.is_available() else "cpu", Path(args.out), time.monotonic()
     functions = load_rewards(args, device)
-    judges = functions + ([("score", load_function(args.score), 0.0)] if args.score else [])  # of held-out answers
+    judges = functions + ([("--score", load_function(args.score), 0.0)] if args.score else [])  # of held-out answers
     tokenizer, context = load_tokenizer(args.model)
     train, held = load_rows(args.data, tokenizer, room := min(args.max_length, context) - args.max_new_tokens, args), []
     if args.eval_data:
@@ -390,7 +392,7 @@ def main(args: Args) -> list[dict]:
         answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
         run.write({"step": 0, **scored}, answers)
 
-    tokens = run.history[-1].get("num_tokens", 0)
+    tokens = before = run.history[-1].get("num_tokens", 0)
     for step in run.steps(steps, policy, optimizer, reference):
         clock = [time.monotonic()]
         rows = [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
@@ -422,8 +424,8 @@ def main(args: Args) -> list[dict]:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
             values |= scored
         run.write(values, answers, texts, dict(zip(("rollout", "reward", "reference", "update"), np.diff(clock).round(4).tolist())))
-        run.bar.set_postfix_str(f"reward {values.get('reward', math.nan):.3f}, kl {values['kl']:.4f}, "
-                            f"{tokens / (time.monotonic() - start):,.0f} tokens/s, {peak_memory()}")
+        run.bar.set_postfix_str(f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}, "
+                            f"{(tokens - before) / run.bar.format_dict["elapsed"]:,.0f} tokens/s, {peak_memory()}")
 
     save_model(policy, tokenizer, out, args.merge)
     run.finish()

@@ -1,0 +1,419 @@
+"""rloo.py: advantages by hand, samples against transformers' generate(), training against a slow loop, and what it refuses."""
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache, GenerationConfig
+
+import refcache
+import rloo
+from models import make
+from refcache import BadInput, RewardModel, batch_rows, load_tokenizer, lr_factor
+from rloo import Args, Rollout, Row, draw, judge, leave_one_out, main, policy_loss, rollout
+
+ROOT = Path(rloo.__file__).parent
+MODEL = str(ROOT / "demo/model")
+ROWS = [json.loads(line) for line in open(ROOT / "demo/prompts.jsonl")][:24]
+TOKENIZER, _ = load_tokenizer(MODEL)
+PROMPTS = [(5, 6, 7, 8, 9, 10, 11, 12, 13), (20, 21), (30, 31, 32, 33, 34)]  # of the tiny models
+SPECIAL = SimpleNamespace(eos_token_id=2, pad_token_id=0)  # all that a rollout asks of their tokenizer
+NAN = math.nan
+REWARDS = """
+def vowels(prompts, completions, **columns):
+    return [sum(x in "aeiou" for x in (y if isinstance(y, str) else y[-1]["content"])) / 10 for y in completions]
+def score(completions, **columns):
+    return [None] * len(completions)
+"""
+def vowels(text): return sum(x in "aeiou" for x in text) / 10
+
+
+def write(path, rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def args(tmp_path):
+    """A run of three steps, whose samples have an end about as often as not."""
+    write(tmp_path / "vowels.py", [REWARDS])
+    return Args(model=MODEL, data=write(tmp_path / "train.jsonl", ROWS), eval_data=write(tmp_path / "eval.jsonl", ROWS[:4]), steps=3, batch_size=4,
+                lr=1e-3, samples=2, max_new_tokens=12, reward=(f"{tmp_path}/vowels.py:vowels",), out=str(tmp_path / "out"))
+
+
+@pytest.fixture
+def run(args, tmp_path, monkeypatch):
+    """run(**changes) -> (history, weights, rollouts of the steps), each in a fresh folder."""
+    count = iter(range(99))
+    def run(**changes):
+        rollouts, mine = [], replace(args, out=str(tmp_path / f"run{next(count)}"), **changes)
+        with monkeypatch.context() as patch:
+            patch.setattr(rloo, "rollout", lambda *a: rollouts.append(rollout(*a)) or rollouts[-1])
+            history = main(mine)
+        run.out = Path(mine.out)
+        trained = load_file(run.out / ("adapter_model.safetensors" if mine.lora_r else "model.safetensors"))
+        return history, trained, [r for r in rollouts if len(r.groups[0][1]) > 1]
+    return run
+
+
+def largest_difference(a, b):
+    return max((a[name] - b[name]).abs().max().item() for name in a)
+
+
+def tiny(**changes):
+    return replace(Args(dtype="float32", max_new_tokens=10), **changes)
+
+
+def logp(model, prompt, y, temperature=1.0):
+    """The slow way: one forward a sequence."""
+    ids = torch.tensor([prompt + y])
+    return (model(ids).logits[0, :-1] / temperature).log_softmax(-1).gather(1, ids[0, 1:, None])[len(prompt) - 1:].sum()
+
+
+# --- the loss -------------------------------------------------------------------------------------------------------
+
+
+def test_advantages_by_hand_without_a_standard_deviation_and_without_samples_left_out():
+    assert leave_one_out(tensor([[1.0, 2.0, 6.0], [10.0, 20.0, 60.0], [3.0, 3.0, 3.0]])).tolist() == [[-3, -1.5, 4.5], [-30, -15, 45], [0, 0, 0]]
+    assert leave_one_out(torch.randn(5, 4)).sum(1).abs().max() < 1e-5
+    A = leave_one_out(tensor([[1.0, NAN, 6.0, 2.0], [NAN, 5.0, NAN, NAN], [NAN] * 4, [NAN, 1.0, 4.0, NAN]]))  # one alone learns nothing
+    assert A.tolist() == [[-3, 0, 4.5, -1.5], [0, 0, 0, 0], [0, 0, 0, 0], [0, -3, 3, 0]]
+
+
+def test_the_gradient_is_minus_the_advantage_times_the_ratio_and_clipping_by_hand():
+    ratios, A = tensor([1.0, 1.0, 1.0, 1.5, 1.5, 0.5, 0.5, 1.1]), tensor([1.5, -2.0, 0.0, 2.0, -2.0, 2.0, -2.0, 2.0])
+    logps = (ratios.log() - 70).requires_grad_()
+    losses = policy_loss(logps, torch.full((8,), -70.0), A, 0.2)
+    grad, = torch.autograd.grad(losses.sum(), logps)
+    assert losses.tolist() == pytest.approx([-1.5, 2, 0, -2.4, 3, -1, 1.6, -2.2], abs=1e-4)
+    assert grad.tolist() == pytest.approx([-1.5, 2, 0, 0, 3, -1, 0, -2.2], abs=1e-4)
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mistral-window-5", "gemma3-window-6", "gemma2-softcaps", "bloom-alibi", "falcon", "mamba"])
+def test_greedy_samples_are_those_of_generate(name):
+    model = make(name)
+    for k, places in ((1, 10**6), (3, 10**6), (3, 1)):
+        for prompt, ys in rollout(model, SPECIAL, PROMPTS, k, 1, tiny(temperature=0.0, rollout_tokens=places)).groups:
+            ids = torch.tensor([prompt])
+            truth = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10, eos_token_id=2, pad_token_id=0)
+            assert ys == [tuple(truth[0, len(prompt):].tolist())] * k
+    assert bool(model.why_not_expanded) == (name == "mamba")
+
+
+def test_samples_are_a_function_of_seed_and_step_and_not_of_the_batch():
+    model, args = make("llama"), tiny(temperature=3.0)
+    ask = lambda prompts=PROMPTS, step=1, **changes: rollout(model, SPECIAL, prompts, 4, step, replace(args, **changes)).groups
+    first = ask()
+    assert first == ask() == ask(rollout_tokens=1) == ask(rollout_tokens=130) and first[:1] == ask(PROMPTS[:1])
+    assert ask([PROMPTS[0], (40,) * 60, PROMPTS[2]])[::2] == first[::2]
+    assert first != ask(seed=1) != ask(step=2) != first
+    assert all(len(set(ys)) == 4 for _, ys in first)
+
+
+def test_finished_rows_leave_and_the_others_go_on_as_they_were():
+    """Rows leave at every length; without stop tokens the same random numbers give longer rows. Entropy: of the living, at every token."""
+    model, args, ends, entropies = make("gpt2"), tiny(temperature=3.0), set(range(2, 12)), []
+    model.generation_config.eos_token_id = None
+    whole = rollout(model, SimpleNamespace(eos_token_id=None, pad_token_id=0), PROMPTS, 8, 1, args)
+    assert not whole.ended.any() and all(len(y) == 10 for _, ys in whole.groups for y in ys)
+    model.generation_config.eos_token_id = sorted(ends - {2})  # both count: the model's list, and the tokenizer's own
+    short = rollout(model, SPECIAL, PROMPTS, 8, 1, args)
+    for (prompt, long), (_, ys), ended in zip(whole.groups, short.groups, short.ended.tolist()):
+        stops = [next((t + 1 for t, x in enumerate(y) if x in ends), 10) for y in long]
+        assert ys == [y[:n] for y, n in zip(long, stops)] and ended == [y[-1] in ends for y in ys]
+        for y in ys:
+            probs = (model(torch.tensor([prompt + y])).logits[0, len(prompt) - 1:-1] / 3).softmax(-1)
+            entropies += (-torch.special.xlogy(probs, probs).sum(-1)).tolist()
+    assert short.entropy == pytest.approx(np.mean(entropies), abs=1e-4)
+    assert len({len(y) for _, ys in short.groups for y in ys}) > 4 and short.ended.any() and not short.ended.all()
+
+
+@pytest.mark.parametrize("temperature", [4.0, 2.0])
+def test_first_tokens_have_the_model_s_distribution(temperature):
+    model = make("llama")
+    for prompt, ys in rollout(model, SPECIAL, PROMPTS, 4000, 1, tiny(temperature=temperature, max_new_tokens=1)).groups:
+        truth = (model(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1)
+        seen = torch.bincount(torch.tensor(ys)[:, 0], minlength=97) / 4000
+        assert (truth - seen).abs().sum() / 2 < 0.1 and truth.max() < 0.9
+
+
+def test_top_k_and_top_p_cut_exactly_and_nothing_of_probability_0_is_drawn():
+    logits = tensor([0.05, 0.4, 0.0, 0.25, 0.3, 0.0]).log()
+    grid = torch.tensor([0.0, *((np.arange(1000) + 0.5) / 1000), 1 - 2.0**-53], dtype=torch.float64)
+    def shares(**changes):
+        tokens, entropy = draw(logits.expand(len(grid), -1), grid, tiny(**changes))
+        p = torch.bincount(tokens, minlength=6) / len(grid)
+        assert entropy[0].item() == pytest.approx(-torch.special.xlogy(p, p).sum().item(), abs=0.01)
+        return p.tolist()
+    assert shares() == pytest.approx([0.05, 0.4, 0, 0.25, 0.3, 0], abs=2e-3) and shares()[2] == shares()[5] == 0
+    for changes in (dict(top_k=2), dict(top_p=0.6), dict(top_p=0.69), dict(top_k=2, top_p=0.9)):
+        assert shares(**changes) == pytest.approx([0, 4 / 7, 0, 0, 3 / 7, 0], abs=2e-3) and shares(**changes)[0] == 0
+    assert shares(top_p=0.71) == pytest.approx([0, 0.4 / 0.95, 0, 0.25 / 0.95, 0.3 / 0.95, 0], abs=2e-3)
+    assert shares(top_p=0.01) == shares(top_k=1) == [0, 1, 0, 0, 0, 0]
+    squares = [p * p / 0.315 for p in (0.05, 0.4, 0, 0.25, 0.3, 0)]
+    assert shares(temperature=0.5) == pytest.approx(squares, abs=2e-3)
+
+
+def test_a_generation_config_and_checkpointed_layers_change_no_sample():
+    model, args = make("qwen2"), tiny(temperature=3.0)
+    first = rollout(model, SPECIAL, PROMPTS, 3, 1, args)
+    own = model.generation_config = GenerationConfig(
+        do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=9.0, eos_token_id=2, min_new_tokens=9)
+    refcache.checkpoint_layers(model)
+    assert rollout(model, SPECIAL, PROMPTS, 3, 1, args).groups == first.groups and model.generation_config is own
+    assert any(module.training for module in model.modules()) and not model.training
+
+
+def wrong(self, repeats, real=DynamicCache.batch_repeat_interleave):
+    real(self, repeats)
+    for layer in self.layers: layer.values = layer.values + 1
+
+
+@pytest.mark.parametrize("expand, words", [(lambda self, repeats: 1 / 0, "division by zero"), (wrong, "changed a probability")])
+def test_a_cache_that_cannot_be_expanded_is_not_and_says_so_once(expand, words, monkeypatch, capsys):
+    model, ask = make("llama"), lambda model, heat, step=1: rollout(model, SPECIAL, PROMPTS, 3, step, tiny(temperature=heat)).groups
+    truth = ask(make("llama"), 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(DynamicCache, "batch_repeat_interleave", expand)
+        assert ask(model, 0.0) == ask(model, 0.0, step=2) == truth
+    said = capsys.readouterr().out
+    assert said.count("every sample encodes its prompt") == 1 and words in said
+    assert ask(model, 3.0) == ask(model, 3.0) != ask(model, 3.0, step=2) and all(len(set(ys)) == 3 for _, ys in ask(model, 3.0))
+
+
+# --- rewards --------------------------------------------------------------------------------------------------------
+
+
+def judged(*functions, rows=[dict(prompt="a"), dict(prompt="b")]):
+    ys = [tuple(TOKENIZER(text).input_ids) for text in (" soup", " tea", " bread", " cake")]
+    sampled = Rollout([((1,), ys[:2]), ((2,), ys[2:])], None, None)
+    return judge(sampled, [Row((1,), row) for row in rows], TOKENIZER, [(f"f{i}", f, w) for i, (f, w) in enumerate(functions)])
+
+
+def test_rewards_are_weighted_and_none_of_all_leaves_a_sample_out():
+    f, g = lambda **c: [1.0, None, None, 4], lambda **c: [10, 20.0, None, None]
+    rewards, samples, means = judged((f, 2.0), (g, 0.5))
+    assert torch.equal(rewards.nan_to_num(-1), tensor([[7.0, 10.0], [-1.0, 8.0]])) and rewards[1, 0].isnan()
+    assert means == {"rewards/f0": 2.5, "rewards/f1": 15} and [s["reward"] for s in samples] == [7, 10, None, 8]
+    rewards, _, means = judged((f, 1.0), (lambda **c: [5.0] * 4, 0.0), (lambda **c: [None] * 4, 1.0))  # the second is only reported
+    assert rewards.isnan().tolist() == [[False, True], [True, False]] and means == {"rewards/f0": 2.5, "rewards/f1": 5}
+
+
+def test_columns_come_once_a_sample_and_chats_as_messages():
+    seen, chat = {}, [{"role": "user", "content": "a"}]
+    judged((lambda **columns: seen.update(columns) or [0.0] * 4, 1.0), rows=[dict(prompt=chat, thing=1), dict(prompt="b", thing=None)])
+    answers = [[{"role": "assistant", "content": " soup"}], [{"role": "assistant", "content": " tea"}], " bread", " cake"]
+    assert seen == dict(prompts=[chat, chat, "b", "b"], completions=answers, thing=[1, 1, None, None])
+
+
+@pytest.mark.parametrize("scores, words", [
+    (lambda: [1.0] * 3, "returned 3 scores for 4"), (lambda: [0, 0, NAN, 0], "returned nan for the completion ' bread'"),
+    (lambda: [0, -math.inf, 0, 0], "returned -inf for the completion ' tea'"), (lambda: 1 / 0, "ZeroDivisionError"), (lambda: None, "TypeError"),
+    (lambda: [0, 0, "x", 0], "TypeError"), (lambda: sys.exit(3), "SystemExit")])
+def test_a_reward_that_fails_is_named(scores, words):
+    with pytest.raises(BadInput, match=f"^f1 failed: .*{words}") as error:
+        judged((lambda **c: [0.0] * 4, 1.0), (lambda **c: scores(), 1.0))
+    assert "\n" not in str(error.value)
+
+
+def classifier(path, outputs=1):
+    torch.manual_seed(0)
+    config = refcache.AutoConfig.from_pretrained(MODEL, num_labels=outputs)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
+    return str(path)
+
+
+def test_a_reward_model_scores_as_one_forward_a_text_does(tmp_path, run):
+    path = classifier(tmp_path / "judge")
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    chats, answers = [row["prompt"] for row in ROWS[:6]], [[{"role": "assistant", "content": "The soup was nice. " * n}] for n in range(6)]
+    texts = [TOKENIZER.apply_chat_template(p + y, tokenize=False) for p, y in zip(chats, answers)]
+    strings = [("How was it?", " Fine."), ("Why", " not, said the waiter.")]
+    for prompts, ys, texts in ((chats, answers, texts), (*zip(*strings), [p + y + "<|end|>" for p, y in strings])):
+        truth = [model(torch.tensor([TOKENIZER(text, add_special_tokens=False).input_ids])).logits.item() for text in texts]
+        for budget in (1, 90, 10**6):
+            assert RewardModel(path, "cpu", budget)(prompts, ys) == pytest.approx(truth, abs=1e-5)
+    history, _, _ = run(reward_model=path, reward_weights=(1.0, 0.5))
+    assert all(v["reward"] == pytest.approx(v["rewards/vowels"] + 0.5 * v["rewards/judge"], abs=1e-5) for v in history[1:])
+
+
+def test_what_is_no_reward_model_is_refused(tmp_path):
+    for name in (classifier(tmp_path / "two", outputs=2), MODEL, "nowhere"):
+        with pytest.raises(BadInput, match="is no reward model|cannot load"):
+            RewardModel(name, "cpu", 99)
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+def test_learns_the_demo(tmp_path):
+    history = main(Args(out=str(tmp_path)))
+    assert history[0]["eval_score"] < 0.45 and history[-1]["eval_score"] > 0.9 and abs(history[1]["kl"]) < 1e-5
+
+
+@pytest.mark.parametrize("changes", [dict(), dict(updates_per_rollout=2, temperature=0.8, reward_clip=(0.5, 1.5)), dict(mask_truncated=True)])
+def test_training_equals_a_slow_loop(run, changes):
+    """Two models in memory, one forward a sequence, from the samples of the run."""
+    history, trained, rollouts = run(**changes)
+    args = replace(Args(), **changes)
+    policy, base = (AutoModelForCausalLM.from_pretrained(MODEL) for _ in range(2))
+    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+    for step, (groups, ended, _) in enumerate(rollouts, 1):
+        optimizer.param_groups[0]["lr"] = 1e-3 * lr_factor(step, 3, 0.1, "linear")
+        old, kl = None, 0
+        for _ in range(args.updates_per_rollout):
+            loss, beyond, logps = 0, 0, [[logp(policy, p, y, args.temperature) for y in ys] for p, ys in groups]
+            old = old or [[x.item() for x in row] for row in logps]
+            for b, (p, ys) in enumerate(groups):
+                with torch.no_grad(): rho = [old[b][i] - logp(base, p, y, args.temperature).item() for i, y in enumerate(ys)]
+                texts = TOKENIZER.batch_decode(ys, skip_special_tokens=True)
+                low, high = args.reward_clip or (0, 99)
+                R = {i: min(max(vowels(text), low), high) - args.beta * rho[i] for i, text in enumerate(texts) if ended[b, i] or not args.mask_truncated}
+                kl += sum(rho)
+                for i in R if len(R) > 1 else ():
+                    ratio, A = (logps[b][i] - old[b][i]).exp(), R[i] - sum(R[j] for j in R if j != i) / (len(R) - 1)
+                    loss, beyond = loss - torch.min(ratio * A, ratio.clamp(0.8, 1.2) * A) / 16, beyond + (ratio > 1.2 if A > 0 else ratio < 0.8).item() / 16
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            optimizer.step()
+        assert loss.item() == pytest.approx(history[step]["loss"], abs=1e-4) and beyond == pytest.approx(history[step]["clip_ratio"])
+        assert kl / args.updates_per_rollout / sum(len(y) for _, ys in groups for y in ys) == pytest.approx(history[step]["kl"], abs=1e-4)
+    assert abs(history[3]["kl"]) > 1e-3 and len(rollouts) == 3 and any(0 < v["completions/clipped_ratio"] < 1 for v in history[1:])
+    assert (max(v["clip_ratio"] for v in history[1:]) > 0) == (args.updates_per_rollout > 1)
+    gaps = torch.cat([(p - trained[name]).abs().flatten() for name, p in policy.named_parameters()])
+    assert gaps.topk(20).values[-1] < 1e-5  # of 426,624: where a gradient is 1e-8, Adam makes a whole step of its rounding
+
+
+def test_an_update_costs_one_forward_a_micro_batch_and_the_old_policy_none(run, monkeypatch):
+    asked, scored = [], []
+    monkeypatch.setattr(rloo, "log_ratios", lambda policy, groups, *rest: asked.append((torch.is_grad_enabled(), len(groups))) or
+                        refcache.log_ratios(policy, groups, *rest))
+    monkeypatch.setattr(rloo, "check_start", lambda *a: None)
+    forward = refcache._forward
+    monkeypatch.setattr(refcache, "_forward", lambda *a: scored.extend([torch.is_grad_enabled()] * (len(a) == 4)) or forward(*a))  # 4: no probe
+    run(samples=0, updates_per_rollout=2)
+    assert asked == [(True, 4)] * 6 and scored == [False, True, True] * 3
+    asked.clear()
+    run(samples=0, tokens_per_forward=1)
+    assert asked == [(True, 1)] * 12
+
+
+def test_what_changes_memory_only(run):
+    one, first, samples = run()
+    for changes in (dict(tokens_per_forward=60), dict(gradient_checkpointing=True), dict(rollout_tokens=1)):
+        many, second, others = run(**changes)
+        assert [r.groups for r in samples] == [r.groups for r in others] and largest_difference(first, second) < 2e-5
+        assert all(a[name] == pytest.approx(b[name], abs=1e-4, rel=1e-4) for a, b in zip(one, many) for name in a)
+
+
+def test_same_seed_same_bits_and_no_clock_in_the_metrics(run):
+    files = []
+    for seed in (0, 0, 1):
+        _, trained, _ = run(seed=seed, steps=2)
+        files.append(({name: w.numpy().tobytes() for name, w in trained.items()}, *((run.out / f"{name}.jsonl").read_bytes() for name in ("metrics", "samples"))))
+    assert files[0] == files[1] and all(a != b for a, b in zip(files[1], files[2]))
+
+
+def test_lr_zero_changes_nothing(run):
+    history, trained, _ = run(lr=0.0, steps=1)
+    assert largest_difference(trained, load_file(Path(MODEL) / "model.safetensors")) == 0
+    assert all(history[0][name] == history[1][name] for name in history[0] if name != "step")
+
+
+def test_beta_0_loads_no_reference_and_has_no_kl(run, monkeypatch):
+    loaded = []
+    monkeypatch.setattr(refcache, "load_model", lambda *a, real=refcache.load_model, **k: loaded.append(a) or real(*a, **k))
+    monkeypatch.setattr(refcache, "Swap", None)
+    history, _, _ = run(beta=0.0)
+    assert len(loaded) == 1 and not [name for values in history for name in values if "kl" in name]
+
+
+@pytest.mark.parametrize("lora", [dict(), dict(lora_r=4)])
+def test_wherever_the_reference_is_the_metrics_are_the_same(run, lora):
+    here, there = (run(ref=ref, **lora)[0] for ref in ("adapter" if lora else "swap", "live"))
+    assert all(a[name] == pytest.approx(b[name], abs=1e-5) for a, b in zip(here, there) for name in a) and abs(here[3]["kl"]) > 1e-5
+
+
+# --- files and refusals ---------------------------------------------------------------------------------------------
+
+
+def test_metrics_by_hand_and_what_the_files_hold(run):
+    history, _, rollouts = run(eval_every=2, reward_clip=(-1.0, 0.4))
+    names = {name.removeprefix("eval_") for values in history for name in values} - {"step", "rewards/vowels"}
+    assert not [name for name in names if name not in rloo.__doc__] and "rewards/NAME" in rloo.__doc__
+    metrics, samples, seconds = ([json.loads(line) for line in open(run.out / f"{name}.jsonl")] for name in ("metrics", "samples", "seconds"))
+    assert metrics == history and [list(s) for s in seconds] == [["step", "rollout", "reward", "reference", "update"]] * 3
+    assert ["eval_reward" in values for values in history] == [True, False, True, True] and sum(s["held_out"] for s in samples) == 6
+    total = 0
+    for step, (groups, ended, _) in enumerate(rollouts, 1):
+        rows, drawn = [ROWS[i] for i in batch_rows(step, 24, 4, 0)], [s for s in samples if s["step"] == step and not s["held_out"]]
+        texts = [TOKENIZER.decode(y, skip_special_tokens=True) for _, ys in groups for y in ys]
+        rewards = list(map(vowels, texts))
+        assert [s["prompt"] for s in drawn] == [row["prompt"] for row in rows for _ in range(4)] and [s["completion"] for s in drawn] == texts
+        assert [s["reward"] for s in drawn] == pytest.approx(rewards)
+        lengths = [len(y) for _, ys in groups for y in ys]
+        total += sum(len(p) for p, _ in groups) + sum(lengths)
+        assert history[step] == history[step] | {k: pytest.approx(v, abs=1e-6) for k, v in {
+            "reward": np.mean(rewards), "reward_std": np.std(rewards), "rewards/vowels": np.mean(rewards), "num_tokens": total,
+            "completions/mean_length": np.mean(lengths), "completions/clipped_ratio": 1 - ended.float().mean().item(),
+            "frac_reward_zero_std": np.mean([len(set(rewards[b * 4:b * 4 + 4])) == 1 for b in range(4)])}.items()}
+
+
+def test_samples_without_any_reward_teach_nothing_and_a_score_makes_none(run, tmp_path):
+    history, trained, _ = run(reward=(f"{tmp_path}/vowels.py:score",), score=f"{tmp_path}/vowels.py:vowels", steps=1)
+    assert "reward" not in history[1] and "eval_reward" not in history[1] and history[1]["eval_score"] > 0
+    assert history[1]["grad_norm"] == 0 and largest_difference(trained, load_file(Path(MODEL) / "model.safetensors")) == 0
+
+
+def test_a_prompt_without_room_for_its_sample_is_dropped_and_counted(run, tmp_path, capsys):
+    long = dict(ROWS[0], prompt="and so on " * 60)
+    run(data=write(tmp_path / "long.jsonl", ROWS[:8] + [long]), max_length=80, steps=1)
+    assert "8 of 9 rows; 1 dropped: longer than 68 tokens, first" in capsys.readouterr().out
+    _, _, rollouts = run(data=write(tmp_path / "long.jsonl", ROWS[:3] + [long]), max_length=80, steps=1, truncate=True)
+    assert "1 truncated" in capsys.readouterr().out and 68 in [len(p) for p, _ in rollouts[0].groups]
+
+
+BROKEN = "broken.py:broken"
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(k=1), "--k must be"), (dict(data="no.jsonl"), "cannot read no.jsonl"), (dict(data="empty.jsonl"), "holds no rows"), (dict(reward=()), "no reward"),
+    (dict(reward=(BROKEN,)), "^broken failed: ValueError no idea"), (dict(reward=("broken.py:other",)), "cannot load broken.py:other"),
+    (dict(reward=("no.py:f",)), "cannot load no.py:f"), (dict(temperature=0.0), "--temperature"), (dict(top_p=2.0), "--top_p"), (dict(top_k=-1), "--top_k"),
+    (dict(ref="none"), "add --beta 0"), (dict(beta=0.0, ref="swap"), "leave out --ref swap"), (dict(beta=-1.0), "--beta"), (dict(beta=NAN), "--beta"),
+    (dict(reward_weights=(1.0, 2.0)), "--reward_weights must be 1"), (dict(reward_weights=(NAN,)), "--reward_weights"), (dict(clip_eps=1.0), "--clip_eps"),
+    (dict(reward_clip=(1.0, -1.0)), "--reward_clip"), (dict(max_length=12), "above --max_new_tokens"), (dict(max_new_tokens=256), "no row fits"),
+    (dict(updates_per_rollout=0), "--updates_per_rollout"), (dict(rollout_tokens=0), "--rollout_tokens"), (dict(model=None), "--model and --data")])
+def test_misuse_is_refused_in_one_sentence(args, changes, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("broken.py").write_text("def broken(**columns):\n    raise ValueError('no\\nidea')\n")
+    Path("empty.jsonl").write_text("")
+    with pytest.raises(BadInput, match=words) as error:
+        main(replace(args, **changes))
+    assert "\n" not in str(error.value)
+
+
+def test_runs_copied_alone_with_refcache_and_exits_with_2_on_bad_input(tmp_path, args):
+    for name in ("rloo.py", "refcache.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    flags = ["--model", MODEL, "--data", args.data, "--steps", "1", "--samples", "2", "--max_new_tokens", "4", "--reward", "vowels.py:vowels"]
+    call = lambda *more: subprocess.run([sys.executable, "rloo.py", *flags, *more], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    done = call()
+    assert done.returncode == 0 and (tmp_path / "out/rloo/model.safetensors").exists(), done.stderr
+    done = call("--reward", "vowels.py:consonants")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "rloo.py: cannot load vowels.py:consonants" in done.stderr
