@@ -1069,7 +1069,8 @@ class Run:
             raise BadInput(f"cannot write into --out {self.out}: {error}") from None
         except ImportError:
             raise BadInput("--tensorboard needs `pip install tensorboard`") from None
-        if self.finished := (self.out / "finished.json").exists():
+        self.finished = (self.out / "finished.json").exists()
+        if self.finished:
             shutil.rmtree(self.out / "checkpoints", ignore_errors=True)  # a kill came between
         checkpoints = self.checkpoints()
         self.newest = self.out / "finished.json" if self.finished else checkpoints[-1] / "state.json" if checkpoints else None
