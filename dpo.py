@@ -96,11 +96,10 @@ if __name__ == "__main__":
 
 import torch  # noqa: E402  the slow imports come after the command line, so that --help answers at once
 import torch.nn.functional as F  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 
 from refcache import (  # noqa: E402
     BadInput, Diverged, Run, answer, batch_rows, check_args, check_start, command_line, encode, eval_mode, hold_out, load_function, load_references,
-    load_tokenizer, log_ratios, lr_factor, micro_batches, parse_pair, peak_memory, reference_logprobs, reference_window, report, save_model, with_defaults)
+    load_tokenizer, log_ratios, lr_factor, micro_batches, parse_pair, reference_logprobs, reference_window, report, save_model, with_defaults)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss
@@ -285,7 +284,6 @@ def main(args: Args) -> list[dict]:
     def batch_of(step): return [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
 
     known, tokens = None, run.history[-1].get("num_tokens", 0)
-    before = tokens
     for step in run.steps(steps, policy, optimizer, reference):
         rows, window = batch_of(step), reference_window(step, steps, args)
         if known is None or step == window.start:  # the reference's log-probs of this batch and of the next ones
@@ -312,8 +310,7 @@ def main(args: Args) -> list[dict]:
             raise Diverged(f"step {step}: the loss of the held-out rows is {values['eval_loss']}; {out} keeps what it had: lower --lr")
         answers, scored = answer(policy, tokenizer, held, score, args) if step == steps else ([], {})
         run.write(values | scored, answers)
-        run.bar.set_postfix_str(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}, "
-                            f"{(tokens - before) / run.bar.format_dict["elapsed"]:,.0f} tokens/s, {peak_memory()}")
+        run.show(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}")
 
     save_model(policy, tokenizer, out, args.merge)
     run.finish()

@@ -1154,6 +1154,11 @@ class Run:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def show(self, text: str):
+        """Beside the bar: a step's metrics, the tokens a second since the start or the resume, and the most memory so far."""
+        seen, before = (self.history[at].get("num_tokens", 0) for at in (-1, self.done))
+        self.bar.set_postfix_str(f"{text}, {(seen - before) / self.bar.format_dict['elapsed']:,.0f} tokens/s, {peak_memory()}")
+
     def _saved(self) -> str:
         kept = self.checkpoints()
         return f"step {kept[-1].name} is saved, and the same command goes on there" if kept else "no checkpoint is there yet: the same command starts anew"

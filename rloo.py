@@ -105,7 +105,7 @@ from transformers import DynamicCache  # noqa: E402
 from refcache import (  # noqa: E402
     BadInput, Diverged, RewardModel, Run, adapter_base, autocast, base_model, batch_rows, call_scorer, check_args, check_start,
     command_line, encode, eval_mode, generate, hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor,
-    micro_batches, one_line, pad_left, peak_memory, reference_logprobs, report, save_model, stop_tokens, text_of, with_defaults)
+    micro_batches, one_line, pad_left, reference_logprobs, report, save_model, stop_tokens, text_of, with_defaults)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss
@@ -392,7 +392,7 @@ def main(args: Args) -> list[dict]:
         answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
         run.write({"step": 0, **scored}, answers)
 
-    tokens = before = run.history[-1].get("num_tokens", 0)
+    tokens = run.history[-1].get("num_tokens", 0)
     for step in run.steps(steps, policy, optimizer, reference):
         clock = [time.monotonic()]
         rows = [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
@@ -424,8 +424,7 @@ def main(args: Args) -> list[dict]:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
             values |= scored
         run.write(values, answers, texts, dict(zip(("rollout", "reward", "reference", "update"), np.diff(clock).round(4).tolist())))
-        run.bar.set_postfix_str(f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}, "
-                            f"{(tokens - before) / run.bar.format_dict["elapsed"]:,.0f} tokens/s, {peak_memory()}")
+        run.show(f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}")
 
     save_model(policy, tokenizer, out, args.merge)
     run.finish()
