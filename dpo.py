@@ -7,13 +7,14 @@ Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation
     python dpo.py                                                               # the demo: offline, under a minute
     python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen     # your model, your data
 
-The reference π_ref never changes, so its log-probs are computed once, before the policy is loaded, and kept in a file
-that later runs share. There is never a second model in memory.
+As long as the reference π_ref does not change, its log-probs are computed once, before the policy is loaded, and kept in a
+file that later runs share: there is never a second model in memory. --ref names the other ways to hold it. A killed run
+goes on where it was: give the same command again.
 
 Data      rows `prompt, chosen, rejected`, or `chosen, rejected` that begin alike, as strings or as chat messages
           ([{"role": ..., "content": ...}, ...]). Strings get the tokenizer's EOS; chats end as their template ends them.
           The rpo losses also want the columns `chosen_reward, rejected_reward`.
-Not here  several GPUs, LoRA, a moving reference, resuming.
+Not here  several GPUs, quantized weights, tools and images.
 Shapes    B pairs in an optimizer batch; whatever the losses see is (B,). w is y_w, the chosen; l is y_l, the rejected.
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens (averaged, for simpo) | rewards/margins: their
           difference | rewards/accuracies: share of pairs with a positive margin, ties count 1/2 | logps/chosen,
@@ -41,7 +42,7 @@ class Args:
     eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
     out: str = "out/dpo"  # folder for the model, metrics.jsonl, args.json and reference_logprobs.pkl
 
-    ref: Literal["cache", "swap", "adapter", "live", "none"] = "cache"  # cache: log-probs computed once, before training; swap: weights on the CPU, brought in; adapter: LoRA's base; live: a second model; none: log π_ref = 0
+    ref: Literal["cache", "swap", "adapter", "live", "none"] = "cache"  # cache: its log-probs, computed once; swap: its weights, on the CPU; adapter: LoRA's start; live: a second model; none: log π_ref = 0
     ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
     ref_cache: str | None = None  # file of reference log-probs, completed and shared (default: inside out)
     ref_dtype: Literal["float32", "bfloat16"] = "float32"  # weights of --ref live

@@ -10,11 +10,12 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
 
 z estimates KL(π || π_ref); no gradient flows through it. y' is the answer to another prompt; here it is drawn once for every
 row, where the paper pairs the rows of each batch anew, so that its reference log-probs, too, are known before training.
+--ref names other ways to hold the reference than that cache. A killed run goes on where it was: give the same command again.
 
 Data      rows `prompt, completion, label` (true or false, 1 or 0; HALOs' `output` is read as completion), or pairs
           `prompt, chosen, rejected`, which give one row of each kind; strings or chat messages. Strings get
           the tokenizer's EOS; chats end as their template ends them.
-Not here  several GPUs, LoRA, a moving reference, resuming.
+Not here  several GPUs, quantized weights, tools and images.
 Shapes    B rows in an optimizer batch; whatever the losses see is (B,).
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of the desirable and of the others | rewards/margins: their
           difference | rewards/accuracies: share of rows whose ρ has the sign of their label, ties count 1/2 |
@@ -41,7 +42,7 @@ class Args:
     eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
     out: str = "out/kto"  # folder for the model, metrics.jsonl, args.json and reference_logprobs.pkl
 
-    ref: Literal["cache", "swap", "adapter", "live"] = "cache"  # cache: log-probs computed once, before training; swap: weights on the CPU, brought in; adapter: LoRA's base; live: a second model
+    ref: Literal["cache", "swap", "adapter", "live"] = "cache"  # cache: its log-probs, computed once; swap: its weights, on the CPU; adapter: LoRA's start; live: a second model
     ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
     ref_cache: str | None = None  # file of reference log-probs, completed and shared (default: inside out)
     ref_dtype: Literal["float32", "bfloat16"] = "float32"  # weights of --ref live

@@ -2,6 +2,9 @@
 
     completion_logprobs(model, groups)   log π(token | all before it), for every token of every completion
     ReferenceCache                       the same numbers of a frozen model, computed once, kept, saved and shared
+    Swap, Live                           a reference whose weights are at hand, for new completions or one that moves
+    encode                               from the rows of a file to groups of token ids: where a prompt ends is decided once
+    Run                                  a run's files, its checkpoints, and how it goes on after a kill
 
 A group is `(prompt_ids, [completion_ids, ...])`: tuples of token ids; a completion includes its EOS. DPO asks with groups
 of two, KTO of one, RLOO of k. Policy and reference go through the same function, so that before the first update they
@@ -1054,7 +1057,10 @@ class Run:
 
     def __init__(self, args, rows: list):
         self.out, self.args, self.board, self.files, self.stopping = Path(args.out), args, None, {}, None
-        self.identity = {"args": json.loads(json.dumps(asdict(args))), "rows": hashlib.sha256(repr(rows).encode("utf-8", "backslashreplace")).hexdigest()}
+        digest = hashlib.sha256()
+        for row in rows:
+            digest.update(repr(row).encode("utf-8", "backslashreplace"))
+        self.identity = {"args": json.loads(json.dumps(asdict(args))), "rows": digest.hexdigest()}
         random.seed(args.seed)  # for reward functions
         np.random.seed(args.seed % 2**32)
         torch.manual_seed(args.seed)
@@ -1235,6 +1241,8 @@ def command_line(main: Callable, args):
     except (BadInput, Diverged, Stopped) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(f"{Path(sys.argv[0]).name}: interrupted; what was saved is whole, and the same command goes on there")
     except torch.OutOfMemoryError as error:
         print(f"{Path(sys.argv[0]).name}: out of memory: lower --tokens_per_forward, or add --gradient_checkpointing ({one_line(error)})", file=sys.stderr)
         sys.exit(1)

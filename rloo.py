@@ -9,7 +9,8 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
 
 A prompt costs its tokens once, whatever k is: once in the rollout, whose cache is expanded to k rows, once in the reference
-pass and once in training. The reference scores all samples of a step together: its weights come in and go out once.
+pass and once in training. The reference scores all samples of a step together: its weights come in and go out once. A killed
+run goes on where it was: give the same command again.
 
 Data      rows `prompt`, a string or chat messages, and any columns for the reward. rewards.py:f is a function
           f(prompts, completions, **columns) -> one float a completion, or None to leave it out, also of its siblings' baseline.
@@ -45,7 +46,7 @@ class Args:
     reward_weights: tuple[float, ...] = ()  # of the functions, then of the model (default: 1 each)
     reward_clip: tuple[float, float] | None = None  # lowest and highest reward, before KL
 
-    ref: Literal["swap", "adapter", "live", "none"] | None = None  # swap: weights on the CPU, brought in once a step; adapter: LoRA's base; live: a second model (default: swap, with LoRA adapter, with beta 0 none)
+    ref: Literal["swap", "adapter", "live", "none"] | None = None  # swap: its weights, on the CPU; adapter: LoRA's start; live: a second model; none: with beta 0 (default: what fits)
     ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
     ref_dtype: Literal["float32", "bfloat16"] = "float32"  # weights of --ref live
     sync_reference: int | None = None  # steps after which the reference follows the policy
@@ -190,7 +191,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, args
     places = (mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts nobody
     logits = core(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     cache.batch_repeat_interleave(k)  # the prompts' keys and values, computed once, for k rows
-    logits, mask, place, u = logits[:, -1].repeat_interleave(k, 0), mask.repeat_interleave(k, 0), places[:, -1:].repeat_interleave(k, 0), u.flatten(0, 1)
+    logits, mask, place, u = *(x.repeat_interleave(k, 0) for x in (logits[:, -1], mask, places[:, -1:])), u.flatten(0, 1)
     rows, alive = torch.arange(B * k, device=core.device), torch.ones(B * k, dtype=torch.bool, device=core.device)
     tokens, entropies, lengths = torch.zeros(B * k, T, dtype=torch.long, device=core.device), [], torch.full((B * k,), T, device=core.device)
     for t in range(T):
@@ -219,8 +220,9 @@ def draw(logits: torch.Tensor, u: torch.Tensor, args: Args) -> tuple[torch.Tenso
     if args.top_k or args.top_p < 1:
         ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
         ranked[:, args.top_k or len(ranked[0]):] = 0
-        ranked[ranked.cumsum(-1) / ranked.sum(-1, keepdim=True) - ranked / ranked.sum(-1, keepdim=True) >= args.top_p] = 0  # the smallest set that reaches top_p
-        probs = torch.zeros_like(probs).scatter(-1, ids, ranked / ranked.sum(-1, keepdim=True))
+        share = ranked / ranked.sum(-1, keepdim=True)
+        share[share.cumsum(-1) - share >= args.top_p] = 0  # the smallest set that reaches top_p stays
+        probs = torch.zeros_like(probs).scatter(-1, ids, share / share.sum(-1, keepdim=True))
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
     token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)[:, 0]  # right: never a token of probability 0
     return token.clamp(max=probs.shape[-1] - 1), -torch.special.xlogy(probs, probs).sum(-1)
@@ -262,7 +264,7 @@ def load_rewards(args: Args, device: str) -> list[tuple]:
 
 
 def judge(rollout: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) -> tuple[torch.Tensor, list[dict], dict]:
-    """The weighted rewards (B, k), NaN where no function had anything to say; the samples as samples.jsonl keeps them; and each function's mean."""
+    """The weighted rewards (B, k), NaN where no function had anything to say; the samples for samples.jsonl; each function's mean."""
     texts = tokenizer.batch_decode([y for _, ys in rollout.groups for y in ys], skip_special_tokens=True)
     repeated = [row.row for row, (_, ys) in zip(rows, rollout.groups) for _ in ys]
     samples = [{"prompt": row["prompt"], "completion": text} for row, text in zip(repeated, texts)]
@@ -370,7 +372,10 @@ def main(args: Args) -> list[dict]:
     functions = load_rewards(args, device)
     judges = functions + ([("--score", load_function(args.score), 0.0)] if args.score else [])  # of held-out answers
     tokenizer, context = load_tokenizer(args.model)
-    train, held = load_rows(args.data, tokenizer, room := min(args.max_length, context) - args.max_new_tokens, args), []
+    room = min(args.max_length, context) - args.max_new_tokens  # for a prompt
+    if room < 1:
+        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in the model's {context} positions: lower it")
+    train, held = load_rows(args.data, tokenizer, room, args), []
     if args.eval_data:
         held = load_rows(args.eval_data, tokenizer, room, args)
     else:
@@ -418,7 +423,8 @@ def main(args: Args) -> list[dict]:
             optimizer.zero_grad()
         clock.append(time.monotonic())
         tokens += sum(len(prompt) + sum(map(len, ys)) for prompt, ys in samples.groups)
-        values = {"step": step, **metrics(samples, rewards, seen.rho if reference else None), **means, **losses, "grad_norm": grad_norm, "lr": group["lr"], "num_tokens": tokens}
+        values = {"step": step, **metrics(samples, rewards, seen.rho if reference else None), **means, **losses,
+                  "grad_norm": grad_norm, "lr": group["lr"], "num_tokens": tokens}
         answers = []
         if step == steps or args.eval_every and step % args.eval_every == 0:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)

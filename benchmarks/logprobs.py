@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
 import refcache  # noqa: E402
-from refcache import ReferenceCache, completion_logprobs, lay_out_padded, micro_batches, share_prompts, shared_ints  # noqa: E402
+from refcache import ReferenceCache, completion_logprobs, lay_out_padded, share_prompts, shared_ints  # noqa: E402
 
 
 @dataclass

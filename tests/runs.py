@@ -1,9 +1,9 @@
 """Short runs of the scripts for the tests of references and adapters, each in a folder of its own."""
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
-import peft
 import pytest
 import torch
 from torch import tensor
@@ -18,6 +18,7 @@ ROOT = Path(dpo.__file__).parent
 MODEL = str(ROOT / "demo/model")
 SCRIPTS = {"dpo": dpo, "kto": kto, "rloo": rloo}
 FILES = {"dpo": "pairs", "kto": "feedback", "rloo": "prompts"}
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 BOTH = pytest.mark.parametrize("script", ["dpo", "kto"])
 LORA = dict(lora_r=4, lora_alpha=32.0, lr=1e-2)  # so that a few steps are felt
 IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
@@ -73,6 +74,7 @@ def adapt(folder, base=MODEL, seed=0, **config):
     """An SFT adapter: one with a B that is not zero."""
     torch.manual_seed(seed)
     config = dict(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"]) | config
+    import peft
     model = peft.get_peft_model(load_model(base, "cpu"), peft.LoraConfig(**config))
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -1,7 +1,6 @@
 """LoRA: the reference under an adapter, what trains, and what is saved."""
 import sys
 
-import peft
 import pytest
 import torch
 from runs import BOTH, GROUPS, IDS, LORA, MODEL, adapt, alike, distance, logprobs, of, run, settle  # noqa: F401
@@ -11,6 +10,8 @@ from transformers import AutoModelForCausalLM
 import kto
 import refcache
 from refcache import BadInput, Swap, checkpoint_digest, load_model, load_policy
+
+peft = pytest.importorskip("peft")
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -1,4 +1,5 @@
 """Where the reference is (a file, host memory, beside the policy) and when it moves: each way gives the training it says, to rounding."""
+import json
 from contextlib import nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import SMALL, make
-from runs import BOTH, IDS, LORA, MODEL, ROOT, SCRIPTS, adapt, alike, distance, run, settle  # noqa: F401
+from runs import BOTH, IDS, LORA, MODEL, ROOT, SCRIPTS, alike, distance, needs_peft, run, settle  # noqa: F401
 from torch import tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,7 +21,7 @@ from refcache import BadInput, Swap, load_model, load_policy, reference_window
 
 
 @BOTH
-@pytest.mark.parametrize("lora", [{}, LORA])
+@pytest.mark.parametrize("lora", [{}, pytest.param(LORA, marks=needs_peft)])
 def test_the_run_is_the_same_wherever_the_reference_is(run, script, lora):
     held = "adapter" if lora else "swap"
     first = run(script, ref="cache", **lora)
@@ -222,7 +223,9 @@ REFUSED = [  # flags, words, the scripts that have such flags
 
 @pytest.mark.parametrize("changes, words, script", [(*case, script) for *case, scripts in REFUSED for script in scripts.split()])
 def test_what_cannot_be_meant_is_refused_in_one_sentence(settle, tmp_path, changes, words, script):
-    if changes.get("model"): changes = changes | dict(model=adapt(tmp_path / "sft"))
+    if changes.get("model"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": MODEL}))
+        changes = changes | dict(model=str(tmp_path))
     reward = dict(reward=str(ROOT / "demo/score.py:success")) if script == "rloo" else {}
     with pytest.raises(BadInput, match=words) as error:
         settle(script, **reward, **changes)

@@ -1,5 +1,4 @@
 """Runs that are killed: the same command goes on, and ends with the same bits as if nothing had happened."""
-import contextlib
 import importlib
 import json
 import multiprocessing
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import needs_peft
 
 import dpo
 import kto
@@ -40,6 +40,8 @@ RUNS = {  # name -> (script, data, what is special): together they have every ki
     "rloo": ("rloo", "prompts", dict(k=3, updates_per_rollout=2, lr=1e-4)),
     "rloo-lora": ("rloo", "prompts", dict(lora_r=4, lr=1e-3, sync_reference=3, eval_every=3)),
 }
+
+NAMES = [pytest.param(name, marks=[needs_peft] if "lora" in name else []) for name in RUNS]
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +118,7 @@ def die_again_and_again(server, name, tmp_path, kills, seed):
     """-> at which counts it died, of how many there are in a whole run."""
     script, args = arguments(name, tmp_path, "whole")
     assert finished(server, script, args, events=tmp_path / "events") == 0
-    total, rng, deaths = int((tmp_path / "events").read_text()), random.Random(seed), []
+    total, rng, deaths = int((tmp_path / "events").read_text()), random.Random(f"{name} {seed}"), []
     script, args = arguments(name, tmp_path, "killed")
     for _ in range(kills):
         deaths.append(rng.randint(1, total * 2 // 3))
@@ -129,20 +131,20 @@ def die_again_and_again(server, name, tmp_path, kills, seed):
     return deaths, total
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_killed_runs_end_with_the_same_bits(server, name, tmp_path):
     die_again_and_again(server, name, tmp_path, kills=2, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 3])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_runs_killed_ten_times_end_with_the_same_bits(server, name, seed, tmp_path):
     print(name, *die_again_and_again(server, name, tmp_path, kills=10, seed=seed))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_runs_killed_by_the_clock_end_with_the_same_bits(server, name, tmp_path):
     script, args = arguments(name, tmp_path, "whole")
     begin = time.monotonic()

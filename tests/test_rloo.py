@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from runs import needs_peft
 from safetensors.torch import load_file
 from torch import tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache, GenerationConfig
@@ -343,7 +344,7 @@ def test_beta_0_loads_no_reference_and_has_no_kl(run, monkeypatch):
     assert len(loaded) == 1 and not [name for values in history for name in values if "kl" in name]
 
 
-@pytest.mark.parametrize("lora", [dict(), dict(lora_r=4)])
+@pytest.mark.parametrize("lora", [dict(), pytest.param(dict(lora_r=4), marks=needs_peft)])
 def test_wherever_the_reference_is_the_metrics_are_the_same(run, lora):
     here, there = (run(ref=ref, **lora)[0] for ref in ("adapter" if lora else "swap", "live"))
     assert all(a[name] == pytest.approx(b[name], abs=1e-5) for a, b in zip(here, there) for name in a) and abs(here[3]["kl"]) > 1e-5
@@ -397,7 +398,7 @@ BROKEN = "broken.py:broken"
     (dict(reward=("no.py:f",)), "cannot load no.py:f"), (dict(temperature=0.0), "--temperature"), (dict(top_p=2.0), "--top_p"), (dict(top_k=-1), "--top_k"),
     (dict(ref="none"), "add --beta 0"), (dict(beta=0.0, ref="swap"), "leave out --ref swap"), (dict(beta=-1.0), "--beta"), (dict(beta=NAN), "--beta"),
     (dict(reward_weights=(1.0, 2.0)), "--reward_weights must be 1"), (dict(reward_weights=(NAN,)), "--reward_weights"), (dict(clip_eps=1.0), "--clip_eps"),
-    (dict(reward_clip=(1.0, -1.0)), "--reward_clip"), (dict(max_length=12), "above --max_new_tokens"), (dict(max_new_tokens=256), "no row fits"),
+    (dict(reward_clip=(1.0, -1.0)), "--reward_clip"), (dict(max_length=12), "above --max_new_tokens"), (dict(max_new_tokens=256), "leaves no room for a prompt"),
     (dict(updates_per_rollout=0), "--updates_per_rollout"), (dict(rollout_tokens=0), "--rollout_tokens"), (dict(model=None), "--model and --data")])
 def test_misuse_is_refused_in_one_sentence(args, changes, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
