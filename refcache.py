@@ -688,7 +688,10 @@ def adapter_base(name: str) -> str | None:
     """The model that a LoRA adapter in peft's format belongs to; None for a checkpoint that is whole."""
     if file := find(name, "adapter_config.json"):
         try:
-            return json.loads(Path(file).read_text())["base_model_name_or_path"]
+            base = json.loads(Path(file).read_text())["base_model_name_or_path"]
+            if find(base, "adapter_config.json"):  # or itself, without end
+                raise ValueError(f"the base {base} is an adapter too: merge that one first, and name the merged model there")
+            return base
         except (ValueError, KeyError, TypeError) as error:
             raise BadInput(f"cannot read {file}: {type(error).__name__} {one_line(error)}") from None
     return None

@@ -1,9 +1,11 @@
 """LoRA: the reference under an adapter, what trains, and what is saved."""
+import json
+import shutil
 import sys
 
 import pytest
 import torch
-from runs import BOTH, GROUPS, IDS, LORA, MODEL, adapt, alike, distance, logprobs, of, run, settle  # noqa: F401
+from runs import BOTH, GROUPS, IDS, LORA, MODEL, adapt, alike, distance, logprobs, needs_peft, of, run, settle  # noqa: F401
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -120,3 +122,14 @@ def test_an_unknown_target_and_a_missing_peft_are_refused(run, settle, tmp_path,
     for changes in (dict(lora_r=4), dict(model=folder)):
         with pytest.raises(BadInput, match="`pip install peft`"):
             load_policy(settle(**changes), "cpu")
+
+
+@needs_peft
+def test_an_adapter_on_an_adapter_or_on_itself_is_refused(tmp_path):
+    first = adapt(tmp_path / "first")
+    for base in ("first", "second"):
+        second = shutil.copytree(first, tmp_path / "second", dirs_exist_ok=True)
+        config = json.loads((second / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(tmp_path / base)}
+        (second / "adapter_config.json").write_text(json.dumps(config))
+        with pytest.raises(BadInput, match="is an adapter too: merge"):
+            refcache.load_model(str(second), "cpu")
