@@ -32,6 +32,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -862,7 +863,11 @@ def call_scorer(function, name: str, samples: list[dict], rows: list[dict]) -> l
     completions = [s["completion"] if isinstance(s["prompt"], str) else [{"role": "assistant", "content": s["completion"]}] for s in samples]
     columns = {column: [row.get(column) for row in rows] for column in rows[0] if column not in ("prompt", "prompts", "completions")}
     try:
-        scores = list(function(prompts=[sample["prompt"] for sample in samples], completions=completions, **columns))
+        # copies: what a function changes in place must not reach the next one, samples.jsonl or the rows
+        scores = function(prompts=deepcopy([sample["prompt"] for sample in samples]), completions=completions, **deepcopy(columns))
+        if isinstance(scores, Mapping):
+            raise TypeError("it returned a dict, whose keys are no scores: return a list")
+        scores = list(scores)
         if len(scores) != len(samples):
             raise ValueError(f"it returned {len(scores)} scores for {len(samples)} completions")
         for score, sample in zip(scores, samples):

@@ -418,3 +418,15 @@ def test_runs_copied_alone_with_refcache_and_exits_with_2_on_bad_input(tmp_path,
     assert done.returncode == 0 and (tmp_path / "out/rloo/model.safetensors").exists(), done.stderr
     done = call("--reward", "vowels.py:consonants")
     assert done.returncode == 2 and "Traceback" not in done.stderr and "rloo.py: cannot load vowels.py:consonants" in done.stderr
+
+
+def test_a_reward_changes_no_rows_and_returns_no_dict():
+    def wild(prompts, completions, thing):
+        prompts[0][0]["content"] = "changed"
+        thing[0].append("changed")
+        return [1.0]
+    row = {"prompt": [{"role": "user", "content": "hi"}], "thing": []}
+    assert refcache.call_scorer(wild, "wild", [{"prompt": row["prompt"], "completion": "x"}], [row]) == [1.0]
+    assert row == {"prompt": [{"role": "user", "content": "hi"}], "thing": []}
+    with pytest.raises(BadInput, match="returned a dict"):
+        refcache.call_scorer(lambda **_: {0: 1.0}, "f", [{"prompt": "p", "completion": "x"}], [row])
