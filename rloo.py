@@ -391,6 +391,9 @@ def main(args: Args) -> list[dict]:
         return run.history
 
     policy, reference = load_references(args, tokenizer, [], device)
+    vocabulary = base_model(policy).get_input_embeddings().weight.shape[0]
+    if max(max(row.prompt) for row in train + held) >= vocabulary:  # before the rollout, which would crash there
+        raise BadInput(f"a prompt has an id beyond the model's {vocabulary} embeddings: use the model's own tokenizer")
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], weight_decay=args.weight_decay, fused=device == "cuda")
     run.restore(policy, optimizer, reference)
     if not run.done:

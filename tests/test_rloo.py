@@ -430,3 +430,13 @@ def test_a_reward_changes_no_rows_and_returns_no_dict():
     assert row == {"prompt": [{"role": "user", "content": "hi"}], "thing": []}
     with pytest.raises(BadInput, match="returned a dict"):
         refcache.call_scorer(lambda **_: {0: 1.0}, "f", [{"prompt": "p", "completion": "x"}], [row])
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+    config = refcache.AutoConfig.from_pretrained(str(ROOT / "demo/model"), vocab_size=50)
+    refcache.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    refcache.load_tokenizer(str(ROOT / "demo/model"))[0].save_pretrained(tmp_path)
+    args = rloo.Args(model=str(tmp_path), data=str(ROOT / "demo/prompts.jsonl"), reward=(str(ROOT / "demo/score.py") + ":sentiment",),
+                     out=str(tmp_path / "out"), steps=1)
+    with pytest.raises(BadInput, match="beyond the model's 50 embeddings"):
+        rloo.main(args)
