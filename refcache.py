@@ -1157,7 +1157,7 @@ class Run:
         main_thread = threading.current_thread() is threading.main_thread()
         before = {s: signal.signal(s, ask) for s in (signal.SIGTERM, signal.SIGINT)} if main_thread else {}
         try:
-            self.bar = tqdm(range(self.done + 1, steps + 1), desc="train", initial=self.done, total=steps)
+            self.bar, self.began = tqdm(range(self.done + 1, steps + 1), desc="train", initial=self.done, total=steps), time.monotonic()
             for step in self.bar:
                 yield step
                 if step < steps and (self.stopping or step % self.args.save_every == 0):
@@ -1171,7 +1171,7 @@ class Run:
     def show(self, text: str):
         """Beside the bar: a step's metrics, the tokens a second since the start or the resume, and the most memory so far."""
         seen, before = (self.history[at].get("num_tokens", 0) for at in (-1, self.done))
-        self.bar.set_postfix_str(f"{text}, {(seen - before) / self.bar.format_dict['elapsed']:,.0f} tokens/s, {peak_memory()}")
+        self.bar.set_postfix_str(f"{text}, {(seen - before) / (time.monotonic() - self.began):,.0f} tokens/s, {peak_memory()}")
 
     def _saved(self) -> str:
         kept = self.checkpoints()

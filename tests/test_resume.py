@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -366,3 +367,8 @@ def test_a_loss_that_is_no_number_stops_every_script_and_keeps_the_last_checkpoi
         with pytest.raises(refcache.Diverged, match=r"step \d+: the loss is -?(nan|inf)"):
             module.main(module.Args(**args))
         assert list((folder / "out/checkpoints").glob("[0-9]*"))
+
+
+def test_a_disabled_bar_disables_nothing_else(tmp_path):
+    args = [sys.executable, "dpo.py", "--model", MODEL, "--data", "demo/pairs.jsonl", "--out", str(tmp_path), "--steps", "1", "--samples", "0"]
+    subprocess.run(args, cwd=ROOT, env=os.environ | {"TQDM_DISABLE": "1"}, check=True, capture_output=True)
