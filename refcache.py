@@ -1084,15 +1084,15 @@ class Run:
         except ImportError:
             raise BadInput("--tensorboard needs `pip install tensorboard`") from None
         self.finished = (self.out / "finished.json").exists()
-        if self.finished:
-            shutil.rmtree(self.out / "checkpoints", ignore_errors=True)  # a kill came between
         checkpoints = self.checkpoints()
         self.newest = self.out / "finished.json" if self.finished else checkpoints[-1] / "state.json" if checkpoints else None
         self.done = self._continue() if self.newest else 0  # steps
+        if self.finished:  # and finished.json was read: a damaged one takes no checkpoint with it
+            shutil.rmtree(self.out / "checkpoints", ignore_errors=True)  # a kill came between
         self.history, self.answers = self._kept("metrics"), [row for row in self._kept("samples") if row["held_out"]]
 
     def checkpoints(self) -> list[Path]:  # the newest last
-        return sorted((path for path in (self.out / "checkpoints").glob("[0-9]*")), key=lambda path: int(path.name))
+        return sorted((path for path in (self.out / "checkpoints").glob("[0-9]*") if path.name.isdecimal()), key=lambda path: int(path.name))
 
     def _continue(self) -> int:
         """The step after which the newest state was saved. Raises BadInput if that is another run's."""

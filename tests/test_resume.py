@@ -372,3 +372,15 @@ def test_a_loss_that_is_no_number_stops_every_script_and_keeps_the_last_checkpoi
 def test_a_disabled_bar_disables_nothing_else(tmp_path):
     args = [sys.executable, "dpo.py", "--model", MODEL, "--data", "demo/pairs.jsonl", "--out", str(tmp_path), "--steps", "1", "--samples", "0"]
     subprocess.run(args, cwd=ROOT, env=os.environ | {"TQDM_DISABLE": "1"}, check=True, capture_output=True)
+
+
+def test_alien_folders_and_a_damaged_end_cost_no_checkpoint(tmp_path):
+    args = dpo.settle(dpo.Args(model=MODEL, data="pairs.jsonl", out=str(tmp_path)))
+    for name in ("2", "12x"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    (tmp_path / "finished.json").write_text("garbage")
+    with pytest.raises(BadInput, match="finished.json is damaged"):
+        refcache.Run(args, [])
+    (tmp_path / "finished.json").unlink()
+    with pytest.raises(BadInput, match="checkpoints/2/state.json is damaged"):
+        refcache.Run(args, [])
