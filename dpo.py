@@ -40,7 +40,7 @@ class Args:
     data: str | None = None  # pairs: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
     eval_data: str | None = None  # held-out pairs, in the same formats (default: eval_size prompts of data)
     eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
-    out: str = "out/dpo"  # folder for the model, metrics.jsonl, args.json and reference_logprobs.pkl
+    out: str = "out/dpo"  # folder for the model, metrics.jsonl, samples.jsonl, checkpoints, reference_logprobs.pkl
 
     ref: Literal["cache", "swap", "adapter", "live", "none"] = "cache"  # cache: its log-probs, computed once; swap: its weights, on the CPU; adapter: LoRA's start; live: a second model; none: log π_ref = 0
     ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
@@ -48,7 +48,7 @@ class Args:
     ref_dtype: Literal["float32", "bfloat16"] = "float32"  # weights of --ref live
     ref_ahead: int = 16  # batches that one swap scores ahead; speed only, never the result
     sync_reference: int | None = None  # steps after which the reference follows the policy (TR-DPO); not with cache
-    sync_mix: float = 1.0  # the policy's share then; 1 replaces the reference
+    sync_mix: float = 1.0  # weight of the policy in each sync; 1 copies it
     humanline: bool = False  # clamp every token's log-ratio, and sync at every step
     log_eps_p: float = -1.0  # humanline's lower end, in nats
     log_eps_r: float = 1.5  # its upper end
@@ -244,6 +244,7 @@ def settle(args: Args) -> Args:
     smooths = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
     check_args(
         args, "beta",
+        (args.humanline and args.loss == "aot", "--loss aot compares log-probs, not log-ratios, so --humanline has nothing to clamp: use aot_unpaired"),
         (args.label_smoothing and args.loss not in smooths, f"--loss {args.loss} has no label smoothing: leave out --label_smoothing"),
         (args.simpo_gamma != Args.simpo_gamma and args.loss != "simpo", f"--loss {args.loss} has no margin: leave out --simpo_gamma"),
         (args.rpo_eta != Args.rpo_eta and not args.loss.startswith("rpo"), f"--loss {args.loss} reads no rewards: leave out --rpo_eta"),

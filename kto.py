@@ -40,7 +40,7 @@ class Args:
     data: str | None = None  # rows: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
     eval_data: str | None = None  # held-out rows, in the same formats (default: eval_size prompts of data)
     eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
-    out: str = "out/kto"  # folder for the model, metrics.jsonl, args.json and reference_logprobs.pkl
+    out: str = "out/kto"  # folder for the model, metrics.jsonl, samples.jsonl, checkpoints, reference_logprobs.pkl
 
     ref: Literal["cache", "swap", "adapter", "live"] = "cache"  # cache: its log-probs, computed once; swap: its weights, on the CPU; adapter: LoRA's start; live: a second model
     ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
@@ -48,7 +48,7 @@ class Args:
     ref_dtype: Literal["float32", "bfloat16"] = "float32"  # weights of --ref live
     ref_ahead: int = 16  # batches that one swap scores ahead; speed only, never the result
     sync_reference: int | None = None  # steps after which the reference follows the policy (TR-DPO); not with cache
-    sync_mix: float = 1.0  # the policy's share then; 1 replaces the reference
+    sync_mix: float = 1.0  # weight of the policy in each sync; 1 copies it
     humanline: bool = False  # clamp every token's log-ratio, and sync at every step
     log_eps_p: float = -1.0  # humanline's lower end, in nats
     log_eps_r: float = 1.5  # its upper end

@@ -361,10 +361,10 @@ class ReferenceCache(Mapping):
     def __getitem__(self, key):
         return np.frombuffer(self._logps[key], np.float32)  # KeyError: not scored, call fill first
 
-    def fill(self, load_model: Callable, groups: Iterable[Group], tokens_per_forward=16384, path=None, save_every=60, dtype="float32") -> int:
+    def fill(self, load_model: Callable, groups: list[Group], tokens_per_forward=16384, path=None, save_every=60, dtype="float32") -> int:
         """Scores what is missing, with a model that exists for just that long, and returns how many completions that were.
         `load_model()` is not called if none is; afterwards the model is deleted and the device's memory given back."""
-        missing = sum((p, y) not in self._logps for p, completions in groups for y in completions)
+        missing = len({(p, y) for p, completions in groups for y in completions} - self._logps.keys())
         try:
             if missing:
                 self.score(load_model(), groups, tokens_per_forward, path, save_every, dtype)  # the expensive thing
@@ -373,7 +373,7 @@ class ReferenceCache(Mapping):
             torch.cuda.empty_cache()
         return missing
 
-    def score(self, model, groups: Iterable[Group], tokens_per_forward=16384, path=None, save_every=60, dtype="float32", temperature=1.0):
+    def score(self, model, groups: list[Group], tokens_per_forward=16384, path=None, save_every=60, dtype="float32", temperature=1.0):
         """Scores the completions that are missing with `model`. With `path` the cache is saved every `save_every` seconds,
         when done, and when interrupted. Out of memory halves tokens_per_forward and goes on."""
         keys = dict.fromkeys((p, y) for p, completions in groups for y in completions)
@@ -626,7 +626,7 @@ def matching_weights(policy, reference) -> list:
                for model in (policy, reference)]
     differ = [name for name in ours | theirs if name not in theirs or name not in ours or ours[name].shape != theirs[name].shape]
     if differ := differ or [name for name in configs[0] | configs[1] if configs[0].get(name) != configs[1].get(name)]:
-        raise BadInput(f"the reference's weights are not shaped like the policy's ({differ[0]}): use --ref cache, or another --ref_model")
+        raise BadInput(f"the reference's weights are not shaped like the policy's ({differ[0]}): name another --ref_model, or hold it in another way (--ref)")
     return [theirs[name] for name, p in ours.items() if p.requires_grad]
 
 
@@ -861,7 +861,7 @@ def call_scorer(function, name: str, samples: list[dict], rows: list[dict]) -> l
     """Scores of samples {prompt, completion} by a reward function in TRL's signature, f(prompts, completions, **columns),
     with the columns of their rows; None where it has nothing to say. Completions are strings, or messages if prompts are."""
     completions = [s["completion"] if isinstance(s["prompt"], str) else [{"role": "assistant", "content": s["completion"]}] for s in samples]
-    columns = {column: [row.get(column) for row in rows] for column in rows[0] if column not in ("prompt", "prompts", "completions")}
+    columns = {column: [row.get(column) for row in rows] for column in dict.fromkeys(chain.from_iterable(rows)) if column not in ("prompt", "prompts", "completions")}
     try:
         # copies: what a function changes in place must not reach the next one, samples.jsonl or the rows
         scores = function(prompts=deepcopy([sample["prompt"] for sample in samples]), completions=completions, **deepcopy(columns))
@@ -954,7 +954,7 @@ def check_args(args, positive: str, *rules: tuple[bool, str]):
         (args.ref == "none" and (args.ref_model or value("ref_cache")), "there is no reference here: leave out --ref_model and --ref_cache"),
         (args.ref != "cache" and value("ref_cache"), f"--ref {args.ref} keeps no file: leave out --ref_cache"),
         (args.ref == "adapter" and not lora, "--ref adapter is the model without its LoRA adapter: add --lora_r, or use --ref swap"),
-        (args.ref == "adapter" and args.ref_model != args.model, "--ref adapter is --model itself: leave out --ref_model, or use --ref cache"),
+        (args.ref == "adapter" and args.ref_model != args.model, f"--ref adapter is --model itself: leave out --ref_model, or use --ref {'cache' if hasattr(args, 'ref_cache') else 'live'}"),
         (args.ref == "swap" and lora, "a LoRA run has its reference at hand: use --ref adapter instead of --ref swap"),
         (args.ref_dtype != "float32" and args.ref != "live", f"--ref {args.ref} has no weights of its own on the device: leave out --ref_dtype"),
         (args.lora_r and adapter_base(args.model), f"{args.model} is an adapter already, which goes on training: leave out --lora_r"),
@@ -967,6 +967,7 @@ def check_args(args, positive: str, *rules: tuple[bool, str]):
         (value("sync_mix") not in (None, 1.0) and not value("sync_reference"), "--sync_mix needs --sync_reference"),
         (value("sync_mix") is not None and not 0 < value("sync_mix") <= 1, "--sync_mix must be above 0 and at most 1"),
         (not 0 <= args.lora_dropout < 1, "--lora_dropout must be at least 0 and less than 1"),
+        ((value("log_eps_p"), value("log_eps_r")) not in ((None, None), (-1.0, 1.5)) and not value("humanline"), "--log_eps_* needs --humanline"),
         (value("log_eps_p") is not None and not value("log_eps_p") <= 0 <= value("log_eps_r"), "--log_eps_p must not be above 0, nor --log_eps_r below"),
         (not 0 <= (args.lr or 0) < math.inf or not 0 <= args.weight_decay < math.inf or min(args.samples, args.eval_size) < 0,
          "--lr, --weight_decay, --samples and --eval_size must be numbers, and not negative"),
@@ -1011,7 +1012,8 @@ def fill_cache(args, tokenizer, asked: list[Group], device: str) -> ReferenceCac
         scored = reference.fill(lambda: load_model(args.ref_model, device), asked, args.tokens_per_forward, args.ref_cache, dtype=args.dtype)
     except OSError as error:
         raise Stopped(f"cannot save {args.ref_cache}: {error}; the file holds what was saved before, and the same command goes on there") from None
-    print(f"reference: {scored} answers scored, the other {len(reference) - scored} known from {args.ref_cache}")
+    known = len({(prompt, y) for prompt, ys in asked for y in ys}) - scored
+    print(f"reference: {scored} answers scored, the other {known} known from {args.ref_cache}")
     return reference
 
 
@@ -1078,7 +1080,7 @@ class Run:
             (self.out / ".writable").unlink()
             if args.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
-                self.board = SummaryWriter(self.out)
+                self.writer = SummaryWriter
         except OSError as error:
             raise BadInput(f"cannot write into --out {self.out}: {error}") from None
         except ImportError:
@@ -1132,6 +1134,8 @@ class Run:
         lines = dict(metrics=[values], samples=answers + [{**step, "held_out": False, **row} for row in samples], seconds=[{**step, **seconds}] * bool(seconds))
         try:
             if not self.files:  # only now: a run that is refused before its first line leaves the last one's files alone
+                if self.args.tensorboard:
+                    self.board = self.writer(self.out, purge_step=self.done + 1 if self.done else None)
                 write_whole(self.out / "args.json", json.dumps(asdict(self.args), indent=2).encode())
                 for name in self.FILES:
                     write_whole(self.out / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in self._kept(name)).encode())
@@ -1233,6 +1237,8 @@ class Run:
             raise BadInput(f"the checkpoint {folder} is damaged ({one_line(error)}): delete it to go on from an older one, or start anew") from None
 
     def finish(self):
+        if self.board:
+            self.board.close()
         write_whole(self.out / "finished.json", json.dumps(dict(self.identity, step=self.history[-1]["step"])).encode())
         shutil.rmtree(self.out / "checkpoints", ignore_errors=True)
 
@@ -1419,6 +1425,7 @@ def encode(tokenizer, source: str, parse, max_length: int, truncate: bool) -> li
             x, *wholes = ((bos if isinstance(prompt, str) else []) + next(ids) for _ in range(1 + len(answers)))
             ys, problem = [whole[len(x):] for whole in wholes], None
             over = len(x) + max(map(len, ys), default=0) - max_length
+            head = len(bos) if isinstance(prompt, str) else 0  # a truncated prompt keeps its BOS
             if any(whole[:len(x)] != x for whole in wholes):
                 advice = "move its last space to the answer" if isinstance(prompt, str) else "strip the answer's first space or line break"
                 problem = f"dropped because a token spans the end of the prompt ({advice})"
@@ -1427,12 +1434,12 @@ def encode(tokenizer, source: str, parse, max_length: int, truncate: bool) -> li
             elif len(set(map(tuple, ys))) < len(ys):  # a template may leave out what differs, and an EOS may be written or added
                 raise BadInput(f"{where}: both answers are the same tokens, which teaches nothing: remove the row, or mend the template")
             elif over > 0:
-                problem = f"{'truncated' if truncate and over < len(x) else 'dropped'}: longer than {max_length} tokens"
+                problem = f"{'truncated' if truncate and over < len(x) - head else 'dropped'}: longer than {max_length} tokens"
             if problem:
                 counts[problem] += 1
                 first.setdefault(problem, where)
             if not problem or problem.startswith("truncated"):
-                kept.append((shared_ints(x[max(0, over):]), [shared_ints(y) for y in ys], row | {"prompt": prompt}, where))
+                kept.append((shared_ints(x[:head] + x[head + max(0, over):]), [shared_ints(y) for y in ys], row | {"prompt": prompt}, where))
     print(f"{source}: {len(kept)} of {len(rows)} rows" + "".join(f"; {n} {what}, first {first[what]}" for what, n in counts.items()))
     if not kept:
         raise BadInput(f"{source}: no row fits" if rows else f"{source} holds no rows")

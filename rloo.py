@@ -13,8 +13,9 @@ pass and once in training. The reference scores all samples of a step together: 
 run goes on where it was: give the same command again.
 
 Data      rows `prompt`, a string or chat messages, and any columns for the reward. rewards.py:f is a function
-          f(prompts, completions, **columns) -> one float a completion, or None to leave it out, also of its siblings' baseline.
-Not here  several GPUs, tools and several turns, vLLM, KL in the loss instead of in the reward.
+          f(prompts, completions, **columns) -> one float a completion, or None where it has nothing to say: 0 beside other
+          rewards; a sample that none of them judges is left out, also of its siblings' baseline.
+Not here  several GPUs, quantized weights, tools and several turns, vLLM, KL in the loss instead of in the reward.
 Shapes    B prompts a step, k samples each: rewards, log-probs and advantages are (B, k).
 Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function | frac_reward_zero_std: prompts whose
           samples all got the same | kl: log π − log π_ref, a token | entropy: of the distribution that was sampled from, in nats a token |
@@ -44,13 +45,13 @@ class Args:
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats or None; several are added
     reward_model: str | None = None  # a sequence classifier with one output, added too: folder or hub name
     reward_weights: tuple[float, ...] = ()  # of the functions, then of the model (default: 1 each)
-    reward_clip: tuple[float, float] | None = None  # lowest and highest reward, before KL
+    reward_clip: tuple[float, float] | None = None  # the total reward is clamped to this range, before KL
 
-    ref: Literal["swap", "adapter", "live", "none"] | None = None  # swap: its weights, on the CPU; adapter: LoRA's start; live: a second model; none: with beta 0 (default: what fits)
+    ref: Literal["swap", "adapter", "live", "none"] | None = None  # swap: its weights, on the CPU; adapter: LoRA's start; live: a second model; none: with beta 0 (default: swap; adapter with LoRA)
     ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
     ref_dtype: Literal["float32", "bfloat16"] = "float32"  # weights of --ref live
     sync_reference: int | None = None  # steps after which the reference follows the policy
-    sync_mix: float = 1.0  # the policy's share then; 1 replaces the reference
+    sync_mix: float = 1.0  # weight of the policy in each sync; 1 copies it
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # its scale is alpha / r (default: 2 r)
@@ -61,11 +62,11 @@ class Args:
     k: int = 4  # samples a prompt; TRL's num_generations
     beta: float = 0.05  # price of a nat away from the reference
     updates_per_rollout: int = 1  # optimizer steps on the same samples; from the second on the ratio is clipped
-    clip_eps: float = 0.2  # to 1 − clip_eps .. 1 + clip_eps
+    clip_eps: float = 0.2  # the ratio is clipped to [1 − clip_eps, 1 + clip_eps]
     mask_truncated: bool = False  # leave samples without an end out, also of their siblings' baseline
 
     temperature: float = 1.0  # of the samples, and of the log-probs with them
-    top_p: float = 1.0  # less cuts the samples' distribution off; the gradient stays the whole one's
+    top_p: float = 1.0  # nucleus sampling; log-probs and gradient are still the whole distribution's
     top_k: int = 0  # the same; 0 is off
     max_new_tokens: int = 128  # of a sample
     rollout_tokens: int = 65536  # places in the cache of one rollout batch; memory and speed only, never the result
@@ -122,7 +123,7 @@ def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
 
 def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
     """The loss of every sample. At old_logp = logp its gradient is −A ∇ log π(y|x), the estimator above."""
-    ratio = torch.exp(logp - old_logp)  # of the whole sequence, which is the action
+    ratio = torch.exp((logp - old_logp).clamp(max=20))  # of the whole sequence, which is the action; e^89 would be inf, and inf · 0 NaN
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)
 
 
@@ -351,6 +352,7 @@ def settle(args: Args) -> Args:
     count = len(args.reward) + bool(args.reward_model)
     check_args(
         args, "rollout_tokens updates_per_rollout temperature top_p",
+        (args.lora_dropout and args.updates_per_rollout > 1, "--lora_dropout makes another policy of every forward: leave it out, or --updates_per_rollout"),
         (args.k < 2, "--k must be at least 2: a sample is compared with its siblings"),
         (not count, "there is no reward: give --reward FILE.py:FUNCTION or --reward_model"),
         (args.reward_weights and len(args.reward_weights) != count, f"--reward_weights must be {count} numbers, one a reward"),
@@ -379,7 +381,7 @@ def main(args: Args) -> list[dict]:
     if args.eval_data:
         held = load_rows(args.eval_data, tokenizer, room, args)
     else:
-        train, held = hold_out(train, args.eval_size, args.seed)
+        train, held = hold_out(train, min(args.eval_size, args.samples), args.seed)
     if args.show_data:
         print(tokenizer.decode(train[0].prompt))
         return []

@@ -57,6 +57,11 @@ def test_fill_scores_only_what_is_missing_and_loads_nothing_if_nothing_is(tmp_pa
     assert "tok/s" in capsys.readouterr().err
 
 
+def test_a_completion_asked_for_twice_counts_once():
+    cache = ReferenceCache(**HEADER)
+    assert cache.fill(lambda: make("llama"), [((5, 6), [(7,), (7,)]), ((5, 6), [(7,), (8,)])]) == 2
+
+
 def test_the_same_completion_is_scored_once_and_one_prompt_encoded_once(monkeypatch):
     forwards = []
     monkeypatch.setattr(refcache, "_forward", lambda *a, original=refcache._forward: forwards.append(a[1]) or original(*a))

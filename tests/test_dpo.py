@@ -232,7 +232,7 @@ def test_held_out_prompts_are_not_trained_on():
 def test_tensorboard_gets_the_metrics(args, monkeypatch):
     written = []
     writer = SimpleNamespace(add_scalar=lambda *a: written.append(a), close=lambda: None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder: writer))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder, purge_step: writer))
     main(replace(args, tensorboard=True))
     assert ("loss" in {name for name, _, _ in written}) and {step for _, _, step in written} == {0, 1, 2, 3}
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -291,6 +291,17 @@ def test_a_bos_token_is_added_once(tmp_path):
                          refcache.parse_pair, 1024, False)
     assert plain[0][0] == 0 and 0 not in plain[0][1:] and 0 not in plain[1][0]
     assert chat[0] == tuple(TOKENIZER.apply_chat_template(ROWS[0]["prompt"], add_generation_prompt=True, return_dict=False))
+
+
+def test_a_truncated_prompt_keeps_its_bos(tmp_path):
+    from tokenizers.processors import TemplateProcessing
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.bos_token = first = tokenizer.convert_ids_to_tokens(0)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 0)])
+    path = write(tmp_path / "r.jsonl", [dict(prompt="The tea and the cake and the pie", chosen=" was warm.", rejected=" was bad.")])
+    (whole, *_), = encode(tokenizer, path, refcache.parse_pair, 1024, False)
+    (cut, ys, *_), = encode(tokenizer, path, refcache.parse_pair, 12, True)
+    assert cut[0] == 0 and cut[1:] == whole[-len(cut) + 1:] and len(cut) + max(map(len, ys)) == 12 < len(whole) + max(map(len, ys))
 
 
 def test_overlong_rows_are_dropped_or_truncated_and_counted(tmp_path, capsys):

@@ -79,7 +79,7 @@ def test_another_reference_of_the_same_shape_is_used_and_one_of_another_shape_is
     held, cached = run(ref=ref, ref_model=str(tmp_path / "other")), run(ref_model=str(tmp_path / "other"))
     assert alike(held, cached) and abs(held.history[1]["rewards/margins"]) > 1e-3
     AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL | dict(vocab_size=704))).save_pretrained(tmp_path / "small")
-    with pytest.raises(BadInput, match="not shaped like the policy's.*use --ref cache") as error:
+    with pytest.raises(BadInput, match="not shaped like the policy's.*name another") as error:
         run(ref=ref, ref_model=str(tmp_path / "small"), out=str(tmp_path / "no"), **(dict(sync_reference=2) if ref == "live" else {}))
     assert "\n" not in str(error.value) and not (tmp_path / "no/metrics.jsonl").exists(), "refused at the door, not at the first move"
 
@@ -93,7 +93,7 @@ def test_weights_that_mean_something_else_in_the_policy_are_refused(run, tmp_pat
     model.save_pretrained(tmp_path / "other")
     for policy, reference in ((MODEL, tmp_path / "other"), (tmp_path / "other", MODEL)):
         if policy != MODEL: refcache.load_tokenizer(MODEL)[0].save_pretrained(policy)
-        with pytest.raises(BadInput, match="use --ref cache"):
+        with pytest.raises(BadInput, match="name another --ref_model"):
             run(model=str(policy), ref="swap", ref_model=str(reference))
 
 
@@ -218,7 +218,9 @@ REFUSED = [  # flags, words, the scripts that have such flags
     (dict(ref="swap", sync_reference=2, humanline=True), "leave out --sync_reference", TWO),
     (dict(ref="swap", humanline=True, log_eps_p=0.1), "--log_eps_p", TWO),
     (dict(ref="swap", humanline=True, log_eps_r=-0.1), "--log_eps_r", TWO),
-    (dict(ref="live", lora_r=4, sync_reference=1), "use --ref adapter", ALL)]
+    (dict(ref="live", lora_r=4, sync_reference=1), "use --ref adapter", ALL),
+    (dict(log_eps_p=-3.0), "--log_eps_\\* needs --humanline", TWO), (dict(ref="swap", humanline=True, loss="aot"), "use aot_unpaired", "dpo"),
+    (dict(lora_r=4, lora_dropout=0.1, updates_per_rollout=2), "--lora_dropout makes another policy", "rloo")]
 
 
 @pytest.mark.parametrize("changes, words, script", [(*case, script) for *case, scripts in REFUSED for script in scripts.split()])

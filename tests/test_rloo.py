@@ -440,3 +440,18 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
                      out=str(tmp_path / "out"), steps=1)
     with pytest.raises(BadInput, match="beyond the model's 50 embeddings"):
         rloo.main(args)
+
+
+def test_a_ratio_beyond_any_float_is_no_nan():
+    logp = torch.tensor([[100.0, 100.0]], requires_grad=True)
+    rloo.policy_loss(logp, torch.zeros(1, 2), torch.tensor([[0.0, 1.0]]), 0.2).sum().backward()
+    assert logp.grad.tolist() == [[0.0, 0.0]]
+
+
+def test_columns_that_the_first_row_lacks_arrive_too():
+    seen = []
+    def reward(prompts, completions, extra):
+        seen.append(extra)
+        return [0.0, 0.0]
+    samples = [{"prompt": "p", "completion": "c"}] * 2
+    assert refcache.call_scorer(reward, "reward", samples, [{"prompt": "p"}, {"prompt": "p", "extra": 3}]) == [0.0, 0.0] and seen == [[None, 3]]
