@@ -849,6 +849,7 @@ def load_function(spec: str):
     """FILE.py:FUNCTION -> the function. The one thing that runs a user's code, because the user asks for it."""
     try:
         file, name = spec.rsplit(":", 1)
+        sys.path.insert(0, str(Path(file).resolve().parent))  # it may import its neighbours
         function = runpy.run_path(file)[name]
         if not callable(function):
             raise TypeError(f"{name} is not a function")
@@ -864,7 +865,8 @@ def call_scorer(function, name: str, samples: list[dict], rows: list[dict]) -> l
     columns = {column: [row.get(column) for row in rows] for column in dict.fromkeys(chain.from_iterable(rows)) if column not in ("prompt", "prompts", "completions")}
     try:
         # copies: what a function changes in place must not reach the next one, samples.jsonl or the rows
-        scores = function(prompts=deepcopy([sample["prompt"] for sample in samples]), completions=completions, **deepcopy(columns))
+        with torch.no_grad():  # also gives the gradients back to a training step, should the function turn them off
+            scores = function(prompts=deepcopy([sample["prompt"] for sample in samples]), completions=completions, **deepcopy(columns))
         if isinstance(scores, Mapping):
             raise TypeError("it returned a dict, whose keys are no scores: return a list")
         scores = list(scores)
@@ -1063,6 +1065,7 @@ class Run:
     """
 
     MAY_DIFFER = {"out", "ref_cache", "ref_ahead", "tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "keep", "tensorboard"}
+    DIGESTS = {"rows": "other rows in the same files", "weights": "other weights in the same --model"}
     FILES = ("metrics", "samples", "seconds")
 
     def __init__(self, args, rows: list):
@@ -1070,7 +1073,7 @@ class Run:
         digest = hashlib.sha256()
         for row in rows:
             digest.update(repr(row).encode("utf-8", "backslashreplace"))
-        self.identity = {"args": json.loads(json.dumps(asdict(args))), "rows": digest.hexdigest()}
+        self.identity = {"args": json.loads(json.dumps(asdict(args))), "rows": digest.hexdigest(), "weights": checkpoint_digest(args.model)}
         random.seed(args.seed)  # for reward functions
         np.random.seed(args.seed % 2**32)
         torch.manual_seed(args.seed)
@@ -1100,13 +1103,13 @@ class Run:
         """The step after which the newest state was saved. Raises BadInput if that is another run's."""
         try:
             self.state = json.loads(self.newest.read_text())
-            theirs, step = {"rows": self.state["rows"], **self.state["args"]}, self.state["step"]
+            theirs, step = {**{name: self.state[name] for name in self.DIGESTS}, **self.state["args"]}, self.state["step"]
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise BadInput(f"{self.newest} is damaged ({one_line(error)}): delete {self.newest.parent}, or name another --out") from None
-        ours = {"rows": self.identity["rows"], **self.identity["args"]}
-        for name in sorted((ours.keys() | theirs.keys()) - self.MAY_DIFFER, key=lambda name: name == "rows"):
+        ours = {**{name: self.identity[name] for name in self.DIGESTS}, **self.identity["args"]}
+        for name in sorted((ours.keys() | theirs.keys()) - self.MAY_DIFFER, key=lambda name: name in self.DIGESTS):
             if ours.get(name) != theirs.get(name):
-                what = "other rows in the same files" if name == "rows" else f"{name} {theirs.get(name)!r}, and not {ours.get(name)!r}"
+                what = self.DIGESTS[name] if name in self.DIGESTS else f"{name} {theirs.get(name)!r}, and not {ours.get(name)!r}"
                 raise BadInput(f"{self.out} holds {'a finished run' if self.finished else f'a run of {step} steps'} with {what}: name another --out, or delete it")
         if self.finished:
             print(f"{self.out} is finished, after {step} steps: nothing to do. Delete it, or name another --out, to train again")

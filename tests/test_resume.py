@@ -259,6 +259,9 @@ def test_other_arguments_or_data_are_refused_with_the_difference(tmp_path, monke
     with pytest.raises(BadInput, match="other rows"):
         dpo.main(args)
     (tmp_path / "train.jsonl").write_text("".join(open(ROOT / "demo/pairs.jsonl").readlines()[:40]))
+    with monkeypatch.context() as patch, pytest.raises(BadInput, match="other weights in the same --model"):
+        patch.setattr(refcache, "checkpoint_digest", lambda name: "another")
+        dpo.main(args)
     history = dpo.main(replace(args, tokens_per_forward=200, gradient_checkpointing=True, save_every=1))  # memory and speed may differ
     assert len(history) == 7
 

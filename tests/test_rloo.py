@@ -455,3 +455,11 @@ def test_columns_that_the_first_row_lacks_arrive_too():
         return [0.0, 0.0]
     samples = [{"prompt": "p", "completion": "c"}] * 2
     assert refcache.call_scorer(reward, "reward", samples, [{"prompt": "p"}, {"prompt": "p", "extra": 3}]) == [0.0, 0.0] and seen == [[None, 3]]
+
+
+def test_a_reward_file_may_import_its_neighbour_and_turn_gradients_off(tmp_path):
+    (tmp_path / "neighbour_of_the_reward.py").write_text("value = 2.0")
+    (tmp_path / "r.py").write_text("import torch\nfrom neighbour_of_the_reward import value\n"
+                                   "def f(prompts, completions):\n    torch.set_grad_enabled(False)\n    return [value]\n")
+    assert refcache.call_scorer(refcache.load_function(f"{tmp_path}/r.py:f"), "f", [{"prompt": "p", "completion": "c"}], [{"prompt": "p"}]) == [2.0]
+    assert torch.is_grad_enabled()
