@@ -159,9 +159,9 @@ NARROW = dict(humanline=True, log_eps_p=-0.03, log_eps_r=0.05)
 @pytest.mark.parametrize("script, changes", [
     ("dpo", dict(ref="swap", sync_reference=1)), ("dpo", dict(ref="live", sync_reference=1)),
     *((script, dict(ref=ref, sync_reference=2, sync_mix=0.6)) for script, ref in (("dpo", "swap"), ("kto", "swap"), ("dpo", "live"))),
-    ("dpo", dict(ref="adapter", **LORA, sync_reference=2, sync_mix=0.6)),
+    pytest.param("dpo", dict(ref="adapter", **LORA, sync_reference=2, sync_mix=0.6), marks=needs_peft),
     ("dpo", dict(ref="swap", **NARROW)), ("kto", dict(ref="swap", **NARROW)),
-    ("dpo", dict(ref="adapter", **LORA, **NARROW))])
+    pytest.param("dpo", dict(ref="adapter", **LORA, **NARROW), marks=needs_peft)])
 def test_a_moving_reference_and_humanline_equal_a_slow_loop(run, script, changes):
     ended = run(script, **changes)
     for step, truth in enumerate(slow(script, ended.args), 1):
