@@ -240,10 +240,11 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 
 def settle(args: Args) -> Args:
     """Fills in the defaults that depend on others, and refuses what cannot be meant."""
-    args = with_defaults(replace(args, ref="none") if args.loss == "simpo" else args, DEMO)
+    args = with_defaults(replace(args, ref="none") if args.loss == "simpo" and args.ref == "cache" else args, DEMO)
     smooths = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
     check_args(
         args, "beta",
+        (args.loss == "simpo" and args.ref != "none", f"--loss simpo has no reference: leave out --ref {args.ref}"),
         (args.humanline and args.loss == "aot", "--loss aot compares log-probs, not log-ratios, so --humanline has nothing to clamp: use aot_unpaired"),
         (args.label_smoothing and args.loss not in smooths, f"--loss {args.loss} has no label smoothing: leave out --label_smoothing"),
         (args.simpo_gamma != Args.simpo_gamma and args.loss != "simpo", f"--loss {args.loss} has no margin: leave out --simpo_gamma"),

@@ -523,7 +523,7 @@ def test_strings_without_an_eos_token_are_refused(tmp_path):
     (dict(model=None), "--model and --data"), (dict(data=None), "--model and --data"), (dict(out=MODEL), "--out is"),
     (dict(loss="ipo", label_smoothing=0.1), "no label smoothing"), (dict(label_smoothing=0.5), "less than 0.5"),
     (dict(loss="exo_pair"), "needs --label_smoothing"), (dict(loss="rpo_sq"), "chosen_reward"),
-    (dict(loss="simpo", ref_cache="x.pkl"), "no reference"), (dict(ref="none", ref_model=MODEL), "no reference"),
+    (dict(loss="simpo", ref_cache="x.pkl"), "no reference"), (dict(loss="simpo", ref="swap"), "leave out --ref swap"), (dict(ref="none", ref_model=MODEL), "no reference"),
     (dict(simpo_gamma=1.0), "no margin"), (dict(rpo_eta=2.0), "reads no rewards"), (dict(lr=-1.0), "--lr"), (dict(warmup=1.5), "--warmup"),
     (dict(seed=-1), "--seed"), (dict(samples=-1), "--samples"), (dict(eval_size=-1), "--eval_size"), (dict(lr=math.inf), "--lr"),
     (dict(weight_decay=math.nan), "--weight_decay"), (dict(epochs=math.inf), "--epochs"), (dict(warmup=math.nan), "--warmup"), (dict(max_grad_norm=0.0), "--max_grad_norm"), (dict(beta=math.nan), "--beta"),
