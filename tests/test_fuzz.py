@@ -125,10 +125,12 @@ def outcome(script, path, tokenizer=TOKENIZER, truncate=False):
             assert row.prompt and answer and len(row.prompt + answer) <= LIMIT and all(type(i) is int and 0 <= i < len(tokenizer) for i in row.prompt + answer)
             value, end, read = row.row[name], tokenizer.eos_token, tokenizer.decode(answer)
             if isinstance(value, str):
-                whole = (row.row.get("prompt") or "") + value
-                whole += "" if value.endswith(end) else end
+                prompt, values = row.row["prompt"], [row.row[n] for n in ("chosen", "rejected") if n in row.row]
+                wholes = [prompt + value] + [value] * (len(values) == 2 and all(v.startswith(prompt) for v in values))  # the prompt may be in them
+                wholes = [whole + ("" if value.endswith(end) else end) for whole in wholes]
                 start = tokenizer.bos_token if tokenizer.bos_token and row.prompt[0] == tokenizer.bos_token_id else ""
-                assert whole.endswith(read) and ("truncated" in out.getvalue() or tokenizer.decode(row.prompt + answer) == start + whole)
+                assert wholes[0].endswith(read)
+                assert "truncated" in out.getvalue() or tokenizer.decode(row.prompt + answer) in [start + whole for whole in wholes]
             elif "content" in (tokenizer.chat_template or ""):
                 assert value[-1]["role"] == "system" or value[-1]["content"].strip() in read
         assert script is kto or row.chosen != row.rejected
