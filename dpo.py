@@ -99,7 +99,7 @@ import torch  # noqa: E402  the slow imports come after the command line, so tha
 import torch.nn.functional as F  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, Diverged, Run, answer, batch_rows, check_args, check_start, command_line, encode, eval_mode, hold_out, load_function, load_references,
+    BadInput, Run, answer, batch_rows, check_args, check_start, command_line, encode, eval_mode, hold_out, load_function, load_references,
     load_tokenizer, log_ratios, lr_factor, micro_batches, parse_pair, reference_logprobs, reference_window, report, save_model, with_defaults)
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,6 +291,7 @@ def main(args: Args) -> list[dict]:
         rows, window = batch_of(step), reference_window(step, steps, args)
         if known is None or step == window.start:  # the reference's log-probs of this batch and of the next ones
             known = reference_logprobs(reference, groups([row for s in window for row in batch_of(s)]), args)
+        run.lap("reference")
         for group in optimizer.param_groups:
             group["lr"] = args.lr * lr_factor(step, steps, args.warmup, args.schedule)
         batch = backward(policy, rows, known, args)
@@ -300,17 +301,15 @@ def main(args: Args) -> list[dict]:
         if step == 1:
             check_start(policy, groups(rows), known, f"margin {values['rewards/margins']:.1e}, loss {values['loss']:.4f}" +
                         (f" (ln 2 = {math.log(2):.4f})" if args.loss == "sigmoid" and not args.sft_weight else ""), args)
-        if not math.isfinite(values["loss"] + grad_norm):
-            raise Diverged(f"step {step}: the loss is {values['loss']} and the gradient's norm {grad_norm}; {out} keeps what it had: "
-                           "lower --lr, or look at this step's rows")
+        run.check(values)
         if args.sync_reference and step % args.sync_reference == 0:
             reference.sync(args.sync_mix)  # before the update: the reference stays one step behind
         optimizer.step()
         optimizer.zero_grad()
+        run.lap("update")
         if step == steps or args.eval_every and step % args.eval_every == 0:
             values |= evaluate(policy, held, reference, args)
-        if not math.isfinite(values.get("eval_loss", 0)):
-            raise Diverged(f"step {step}: the loss of the held-out rows is {values['eval_loss']}; {out} keeps what it had: lower --lr")
+        run.check(values)
         answers, scored = answer(policy, tokenizer, held, score, args) if step == steps else ([], {})
         run.write(values | scored, answers)
         run.show(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}")

@@ -94,11 +94,10 @@ class Args:
 if __name__ == "__main__":
     ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
 
-import numpy as np  # noqa: E402  the slow imports come after the command line, so that --help answers at once
-import torch  # noqa: E402
+import torch  # noqa: E402  the slow imports come after the command line, so that --help answers at once
 
 from refcache import (  # noqa: E402
-    BadInput, Diverged, Run, answer, batch_rows, check_args, check_start, command_line, columns, encode, eval_mode, hold_out, load_function,
+    BadInput, Run, answer, batch_rows, check_args, check_start, command_line, columns, encode, eval_mode, generator, hold_out, load_function,
     load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, parse_pair, reference_logprobs, reference_window,
     report, save_model, text_of, with_defaults)
 
@@ -174,9 +173,8 @@ def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
 def derange(prompts: list, seed: int) -> list[int]:
     """For every row another one with another prompt, each used once. Rows of a prompt lie side by side in a random order,
     and the whole is turned by as many places as the most frequent prompt has rows."""
-    rng = np.random.default_rng(seed)
     places: dict = {}
-    for i in rng.permutation(len(prompts)).tolist():
+    for i in generator(seed, "derange").permutation(len(prompts)).tolist():
         places.setdefault(prompts[i], []).append(i)
     order, turn = [i for rows in places.values() for i in rows], max(map(len, places.values()))
     if 2 * turn > len(prompts):
@@ -312,6 +310,7 @@ def main(args: Args) -> list[dict]:
         rows, window = batch_of(step), reference_window(step, steps, args)
         if known is None or step == window.start:  # the reference's log-probs of this batch and of the next ones
             known = reference_logprobs(reference, asked([row for s in window for row in batch_of(s)], args), args)
+        run.lap("reference")
         for group in optimizer.param_groups:
             group["lr"] = args.lr * lr_factor(step, steps, args.warmup, args.schedule)
         batch, z = backward(policy, rows, known, args)
@@ -320,17 +319,15 @@ def main(args: Args) -> list[dict]:
         values = {"step": step, **metrics(batch, z, args), "grad_norm": grad_norm, "lr": group["lr"], "num_tokens": tokens}
         if step == 1:
             check_start(policy, groups(rows), known, f"KL estimate {z:.1e}, loss {values['loss']:.4f}", args)
-        if not math.isfinite(values["loss"] + grad_norm):
-            raise Diverged(f"step {step}: the loss is {values['loss']} and the gradient's norm {grad_norm}; {out} keeps what it had: "
-                           "lower --lr, or look at this step's rows")
+        run.check(values)
         if args.sync_reference and step % args.sync_reference == 0:
             reference.sync(args.sync_mix)  # before the update: the reference stays one step behind
         optimizer.step()
         optimizer.zero_grad()
+        run.lap("update")
         if step == steps or args.eval_every and step % args.eval_every == 0:
             values |= evaluate(policy, held, reference, args)
-        if not math.isfinite(values.get("eval_loss", 0)):
-            raise Diverged(f"step {step}: the loss of the held-out rows is {values['eval_loss']}; {out} keeps what it had: lower --lr")
+        run.check(values)
         answers, scored = answer(policy, tokenizer, held, score, args) if step == steps else ([], {})
         run.write(values | scored, answers)
         run.show(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}")

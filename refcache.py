@@ -44,7 +44,7 @@ from filelock import FileLock  # comes with torch
 from safetensors.torch import load_file, save_file  # comes with transformers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, GenerationConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -76,7 +76,19 @@ class Stopped(RuntimeError):
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]
+    kind = "" if isinstance(error, CannotShare) else type(error).__name__ + " "
+    return kind + " ".join(str(error).split())[:200]
+
+
+@contextmanager
+def refusing(what: str, advice: str = ""):
+    """Whatever a file, a library or a user's function raises in this block becomes one sentence."""
+    try:
+        yield
+    except BadInput:
+        raise
+    except (Exception, SystemExit) as error:
+        raise BadInput(f"{what}: {one_line(error)}{advice}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -334,6 +346,134 @@ def _probe(core) -> tuple[tuple[float, float | None], str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Samples: a prompt is encoded once, however many completions it gets
+
+
+@torch.no_grad()
+def sample(model, tokenizer, prompts: list[tuple], k: int, rng: np.random.Generator, args,
+           temperature=1.0, top_p=1.0, top_k=0, rollout_tokens=65536) -> tuple[list[list[tuple]], float | None]:
+    """k completions of each prompt, token ids with the stop token; and the mean entropy of what their tokens were drawn from, in nats.
+
+    From the model's own distribution, nothing cut off, whatever its generation config says; temperature 0 is greedy. Every prompt
+    goes through the model once, then its cache is expanded to k rows. Sample i of prompt b draws its t-th token with the uniform
+    number u[b, i, t] of `rng`: how prompts are batched (rollout_tokens places in a cache) or padded changes no sample.
+    args: max_new_tokens, and dtype of the forwards. A model whose cache cannot be expanded encodes every prompt k times, by
+    transformers' generate(), and says so; its entropy is None.
+    """
+    u = torch.from_numpy(rng.random((len(prompts), k, args.max_new_tokens))).to(model.device)
+    core, ends = base_model(model), torch.tensor(sorted(stop_tokens(model, tokenizer)), dtype=torch.long, device=model.device)
+    places = [k * (len(prompt) + args.max_new_tokens) for prompt in prompts]
+    chunks, completions, entropies = [], [None] * len(prompts), []
+    for b in sorted(range(len(prompts)), key=lambda b: -places[b]):  # the longest of a chunk is its first, to which the others are padded
+        if not chunks or (len(chunks[-1]) + 1) * places[chunks[-1][0]] > rollout_tokens:
+            chunks.append([])
+        chunks[-1].append(b)
+    with eval_mode(model), autocast(model, args.dtype):
+        decode = _generate if cannot_expand(core) else _decode
+        for chunk in tqdm(chunks, desc="sample", leave=False, disable=len(chunks) < 2):
+            rows, entropy = decode(core, [prompts[b] for b in chunk], u[chunk], ends, temperature, top_p, top_k)
+            entropies += entropy
+            for n, b in enumerate(chunk):
+                completions[b] = rows[n * k:n * k + k]
+    return completions, torch.cat(entropies).mean().item() if entropies else None
+
+
+def stop_tokens(model, tokenizer) -> set[int]:
+    """The ids that end a completion: the tokenizer's EOS, and whatever else the model's generation config names."""
+    ends = base_model(model).generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+
+
+def _decode(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, *choice) -> tuple[list[tuple], list[torch.Tensor]]:
+    """The sampling loop. u (B, k, T) uniform numbers -> B·k completions, and the entropy at each of their tokens."""
+    B, k, T = u.shape
+    ids, mask = _pad_left(prompts, core.device)  # (B, longest)
+    cache = DynamicCache(config=core.config.get_text_config())
+    places = (mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts nobody
+    logits = core(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    cache.batch_repeat_interleave(k)  # the prompts' keys and values, computed once, for k rows
+    logits, mask, place, u = *(x.repeat_interleave(k, 0) for x in (logits[:, -1], mask, places[:, -1:])), u.flatten(0, 1)
+    rows, alive = torch.arange(B * k, device=core.device), torch.ones(B * k, dtype=torch.bool, device=core.device)
+    tokens, entropies, lengths = torch.zeros(B * k, T, dtype=torch.long, device=core.device), [], torch.full((B * k,), T, device=core.device)
+    for t in range(T):
+        token, entropy = draw(logits, u[rows, t], *choice)
+        tokens[rows, t] = token
+        entropies.append(entropy[alive])
+        ended = alive & torch.isin(token, ends)
+        lengths[rows[ended]] = t + 1
+        alive &= ~ended
+        if t == T - 1 or not alive.any():
+            break
+        if alive.sum() <= 0.75 * len(alive):  # finished rows leave, a few at a time: each departure copies the cache
+            stay = alive.nonzero()[:, 0]
+            cache.batch_select_indices(stay)
+            rows, token, mask, place, alive = rows[stay], token[stay], mask[stay], place[stay], alive[stay]
+        mask, place = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), place + 1
+        logits = core(input_ids=token[:, None], attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True).logits[:, -1]
+    return [tuple(row[:n]) for row, n in zip(tokens.tolist(), lengths.tolist())], entropies
+
+
+def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row, (n, V) logits and (n,) uniform numbers -> (n,), and the entropy of what it was drawn from."""
+    if not temperature:  # greedy
+        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
+    probs = torch.softmax(logits.float() / temperature, dim=-1)
+    if top_k or top_p < 1:
+        ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
+        ranked[:, top_k or len(ranked[0]):] = 0
+        share = ranked / ranked.sum(-1, keepdim=True)
+        share[share.cumsum(-1) - share >= top_p] = 0  # the smallest set that reaches top_p stays
+        probs = torch.zeros_like(probs).scatter(-1, ids, share / share.sum(-1, keepdim=True))
+    cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
+    token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)[:, 0]  # right: never a token of probability 0
+    return token.clamp(max=probs.shape[-1] - 1), -torch.special.xlogy(probs, probs).sum(-1)
+
+
+def _generate(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, temperature, top_p, top_k) -> tuple[list[tuple], list]:
+    """The same by transformers' generate(), k rows a prompt, for caches that cannot be expanded."""
+    ids, mask = _pad_left([prompt for prompt in prompts for _ in range(u.shape[1])], core.device)
+    choice = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p) if temperature else dict(do_sample=False)
+    config = GenerationConfig(**choice, max_new_tokens=u.shape[2], eos_token_id=ends.tolist() or None, pad_token_id=0)
+    own, core.generation_config = core.generation_config, GenerationConfig()  # or generate() would take from it what `config` leaves open
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(int(u[0, 0, 0] * 2**53))
+            new = core.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1]:].tolist()
+    finally:
+        core.generation_config = own
+    stop = set(ends.tolist())
+    return [tuple(y[:next((t + 1 for t, token in enumerate(y) if token in stop), len(y))]) for y in new], []
+
+
+def _pad_left(prompts: list[tuple], device) -> tuple[torch.Tensor, torch.Tensor]:  # (B, longest) each
+    pads = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
+    return tuple(torch.tensor(x, device=device) for x in (
+        [[0] * n + [*prompt] for n, prompt in zip(pads, prompts)], [[0] * n + [1] * len(prompt) for n, prompt in zip(pads, prompts)]))
+
+
+def cannot_expand(core) -> str:
+    """Why this model's cache cannot be expanded to k rows; "" if a small trial gives the logits of k rows. Decided once a model."""
+    if not hasattr(core, "why_not_expanded"):
+        ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 8, device=core.device).long()[None]
+        try:
+            if core._is_stateful:
+                raise CannotShare("its layers keep a state that is not a cache of keys and values")
+            cache = DynamicCache(config=core.config.get_text_config())
+            core(input_ids=ids[:, :4], past_key_values=cache, use_cache=True)
+            cache.batch_repeat_interleave(3)
+            cache.batch_select_indices(torch.tensor([0, 2], device=core.device))
+            got = core(input_ids=ids[:, 4:].expand(2, -1), past_key_values=cache, use_cache=True).logits[1, -1].float().softmax(-1)
+            gap = (got - core(input_ids=ids).logits[0, -1].float().softmax(-1)).abs().max().item()
+            if not gap < (1e-4 if core.dtype == torch.float32 and not torch.is_autocast_enabled(core.device.type) else 0.05):
+                raise CannotShare(f"it changed a probability by {gap:.1g}")
+            core.why_not_expanded = ""
+        except Exception as refusal:  # caches of many kinds, which fail in many ways
+            core.why_not_expanded = one_line(refusal)
+            tqdm.write(f"samples: each encodes its prompt, because the cache cannot be expanded: {core.why_not_expanded}")
+    return core.why_not_expanded
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The frozen reference
 
 
@@ -378,17 +518,17 @@ class ReferenceCache(Mapping):
         when done, and when interrupted. Out of memory halves tokens_per_forward and goes on."""
         keys = dict.fromkeys((p, y) for p, completions in groups for y in completions)
         plan, saved = self._plan(model, keys, tokens_per_forward), time.monotonic()
-        bar = tqdm(total=sum(_tokens(group) for batch in plan for group in batch), desc="reference", unit="tok", unit_scale=True, leave=bool(path),
+        bar = tqdm(total=sum(map(_tokens, plan)), desc="reference", unit="tok", unit_scale=True, leave=bool(path),
                    delay=0 if path else 2)  # between training steps only a long pass is worth a bar
         try:
             while plan:
                 batch = plan.pop(0)
                 if not self._score(model, batch, dtype, tokens_per_forward, temperature):
-                    tokens_per_forward = min(tokens_per_forward, sum(map(_tokens, batch))) // 2
+                    tokens_per_forward = min(tokens_per_forward, _tokens(batch)) // 2
                     tqdm.write(f"out of memory in the reference pass: going on with {tokens_per_forward} tokens a forward")
                     plan = self._plan(model, keys, tokens_per_forward)
                     continue
-                bar.update(sum(map(_tokens, batch)))
+                bar.update(_tokens(batch))
                 if path and time.monotonic() - saved > save_every:
                     self.save(path)
                     saved = time.monotonic()
@@ -398,16 +538,11 @@ class ReferenceCache(Mapping):
                 self.save(path)
 
     def _plan(self, model, keys, tokens_per_forward) -> list[list[Group]]:
-        """The forwards of a pass. They are laid out over all keys, known or not, so that a pass that was killed goes on with
-        the same forwards and ends with the same bits; only what is missing from partly known ones is laid out anew."""
-        plan, rest = [], []
-        for groups in _batches(model, keys, tokens_per_forward):
-            lacking = [(p, y) for p, completions in groups for y in completions if (p, y) not in self._logps]
-            if len(lacking) == sum(len(completions) for _, completions in groups):
-                plan.append(groups)
-            else:
-                rest += lacking
-        return plan + _batches(model, rest, tokens_per_forward)
+        """The forwards of a pass. Groups are laid out over all keys, known or not, and forwards are filled one after the other:
+        a pass that was killed goes on with the forwards that it lacks, and ends with the same bits."""
+        groups = [(p, [y for y in ys if (p, y) not in self._logps]) for p, ys in _gather(keys, tokens_per_forward)]
+        groups = [group for group in groups if group[1]]
+        return [[groups[i] for i in batch] for batch in micro_batches(model, groups, tokens_per_forward)]
 
     @torch.no_grad()
     def _score(self, model, groups: list[Group], dtype, tokens_per_forward, temperature) -> bool:
@@ -499,8 +634,8 @@ def shared_ints(ids: Iterable[int]) -> tuple[int, ...]:
     return ids if isinstance(ids, tuple) and all(map(operator.is_, ids, shared)) else shared
 
 
-def _tokens(group: Group) -> int:
-    return len(group[0]) + sum(map(len, group[1]))
+def _tokens(batch: list[Group]) -> int:
+    return sum(len(prompt) + sum(map(len, completions)) for prompt, completions in batch)
 
 
 def _gather(keys: Iterable[tuple[tuple, tuple]], most: float) -> list[Group]:
@@ -514,11 +649,6 @@ def _gather(keys: Iterable[tuple[tuple, tuple]], most: float) -> list[Group]:
         group[0][1].append(y)
         group[1] += len(y)
     return groups
-
-
-def _batches(model, keys, tokens_per_forward) -> list[list[Group]]:
-    groups = _gather(keys, tokens_per_forward)
-    return [[groups[i] for i in batch] for batch in micro_batches(model, groups, tokens_per_forward)]
 
 
 def _pack(dtype, numbers: Iterable) -> bytes:
@@ -552,9 +682,9 @@ class Swap:
     """
 
     def __init__(self, policy, reference=None):
-        self.policy, self.weights = policy, [p for p in policy.parameters() if p.requires_grad]  # tied ones come once
-        self.reference = [self._host(p) for p in matching_weights(policy, reference or policy)]
-        self.saved = [torch.empty_like(r, pin_memory=r.is_pinned()) for r in self.reference]
+        self.policy, self.ours = policy, [p for p in policy.parameters() if p.requires_grad]  # tied ones come once
+        self.theirs = [self._host(p) for p in matching_weights(policy, reference or policy)]
+        self.saved = [torch.empty_like(r, pin_memory=r.is_pinned()) for r in self.theirs]
 
     @staticmethod
     def _host(weight):
@@ -566,49 +696,39 @@ class Swap:
         for module in self.policy.modules():  # FSDP2 would go on with the gathered copy of the old weights
             if hasattr(module, "reshard"):
                 module.reshard()
-        for weight, saved in zip(map(_local, self.weights), keep):
+        for weight, saved in zip(map(_local, self.ours), keep):
             saved.copy_(weight, non_blocking=True)
-        for weight, new in zip(map(_local, self.weights), source):
+        for weight, new in zip(map(_local, self.ours), source):
             weight.copy_(new, non_blocking=True)  # in stream order: after its old value left
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
     def __enter__(self):
-        self._put(self.reference, keep=self.saved)
+        self._put(self.theirs, keep=self.saved)
         return self.policy
 
     def __exit__(self, *_):
         self._put(self.saved)
 
-    def tensors(self) -> list[torch.Tensor]:
-        return self.reference
-
     @torch.no_grad()
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
-        for r, p in zip(self.reference, self.weights):
-            r.lerp_(_local(p).to(r.device), mix) if mix < 1 else r.copy_(_local(p))
+        for r, p in zip(self.theirs, self.ours):
+            r.lerp_(_local(p).to(r), mix)
 
 
-class Live:
-    """The reference as a second model on the device, for comparison or a small one. The same interface as Swap."""
+class Live(Swap):
+    """The reference as a second model on the device, for comparison or a small one. Only one that moves must be shaped as the policy is."""
 
-    def __init__(self, policy, reference):
-        self.policy, self.model = policy, reference
+    def __init__(self, policy, reference, moves: bool):
+        self.model, self.ours = reference, [p for p in policy.parameters() if p.requires_grad]
+        self.theirs = [p.detach() for p in matching_weights(policy, reference)] if moves else []
 
     def __enter__(self):
         return self.model
 
     def __exit__(self, *_):
         pass
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [p.detach() for p in matching_weights(self.policy, self.model)]
-
-    @torch.no_grad()
-    def sync(self, mix: float = 1.0):
-        for r, p in zip(self.tensors(), (p for p in self.policy.parameters() if p.requires_grad)):
-            r.lerp_(p.to(r.dtype), mix) if mix < 1 else r.copy_(p)
 
 
 MEANINGLESS = "_name_or_path architectures dtype initializer_range max_position_embeddings max_window_layers transformers_version use_cache".split()
@@ -679,44 +799,36 @@ def _fsync(path: Path):
 
 def find(name: str, file: str) -> str | None:
     """The path of a checkpoint's file, in a folder or from the hub (fetched if it is not there yet); None if it has no such file."""
-    try:
+    with refusing(f"cannot read the model {name}"):  # no such folder, no such name
         return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-    except Exception as error:  # no such folder, no such name
-        raise BadInput(f"cannot read the model {name}: {type(error).__name__} {one_line(error)}") from None
 
 
 def adapter_base(name: str) -> str | None:
     """The model that a LoRA adapter in peft's format belongs to; None for a checkpoint that is whole."""
-    if file := find(name, "adapter_config.json"):
-        try:
-            base = json.loads(Path(file).read_text())["base_model_name_or_path"]
-            if find(base, "adapter_config.json"):  # or itself, without end
-                raise ValueError(f"the base {base} is an adapter too: merge that one first, and name the merged model there")
-            return base
-        except (ValueError, KeyError, TypeError) as error:
-            raise BadInput(f"cannot read {file}: {type(error).__name__} {one_line(error)}") from None
-    return None
+    if not (file := find(name, "adapter_config.json")):
+        return None
+    with refusing(f"cannot read {file}"):
+        base = json.loads(Path(file).read_text())["base_model_name_or_path"]
+        if find(base, "adapter_config.json"):  # or itself, without end
+            raise BadInput(f"the base of {file}, {base}, is an adapter too: merge that one first, and name the merged model there")
+        return base
 
 
 def checkpoint_digest(name: str) -> str:
     """What a checkpoint is, without loading it: SHA-256 of its config and its safetensors files. `name` is a folder or a
     hub name (fetched if it is not there yet). Raises BadInput if there is no such checkpoint."""
-    try:
+    with refusing(f"cannot read the model {name}"):  # a missing shard, an empty file
         base = adapter_base(name)
         config, single = (find(name, f"adapter_{file}" if base else file) for file in ("config.json", "model.safetensors"))
         index = None if base else find(name, "model.safetensors.index.json")
         if not config or not (index or single):
-            raise ValueError(f"it has no {'model.safetensors' if config else 'config.json'}, as save_pretrained writes it")
+            raise BadInput(f"cannot read the model {name}: it has no {'model.safetensors' if config else 'config.json'}, as save_pretrained writes it")
         files = [single] if single else [find(name, file) for file in sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))]
         config = {k: v for k, v in json.loads(Path(config).read_text()).items() if k not in ("transformers_version", "_name_or_path")}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode() + (checkpoint_digest(base).encode() if base else b""))
         for file in files:
             digest.update(np.memmap(file, np.uint8, "r"))
         return digest.hexdigest()[:32]
-    except BadInput:
-        raise
-    except Exception as error:  # no such folder, no such hub name, a missing shard, an empty file
-        raise BadInput(f"cannot read the model {name}: {type(error).__name__} {one_line(error)}") from None
 
 
 def tokenizer_digest(tokenizer) -> str:
@@ -726,50 +838,47 @@ def tokenizer_digest(tokenizer) -> str:
 
 def check_vocabulary(tokenizer, name: str):
     """Refuses a reference whose own tokenizer, if it has one, means something else by the same ids."""
-    if find(name, "tokenizer_config.json"):
-        if tokenizer_digest(load_tokenizer(name)[0]) != tokenizer_digest(tokenizer):
-            raise BadInput(f"the tokenizer of {name} is not the policy's, so their token ids mean different things: name another --ref_model")
+    if find(name, "tokenizer_config.json") and tokenizer_digest(load_tokenizer(name)[0]) != tokenizer_digest(tokenizer):
+        raise BadInput(f"the tokenizer of {name} is not the policy's, so their token ids mean different things: name another --ref_model")
 
 
 def load_model(name: str, device: str, trainable: bool = False):
     """A checkpoint in float32 and in eval mode, for good: dropout would add noise to every log-ratio. An adapter comes on its base."""
-    if base := adapter_base(name):
-        peft, model = import_peft(), load_model(base, device)
-        try:
-            if not find(name, "adapter_model.safetensors"):
-                raise ValueError("it has no adapter_model.safetensors")
-            adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=trainable, autocast_adapter_dtype=False)
-            if adapted.active_peft_config.is_prompt_learning:
-                raise ValueError("it is no LoRA adapter but a learned prompt, which lies outside of the model's layers")
-        except Exception as error:
-            raise BadInput(f"cannot load the adapter {name}: {one_line(error)}") from None
-        adapted.saved_dtype = model.saved_dtype
-        return adapted.float().to(device).eval()
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True)
-    except Exception as error:  # transformers raises many kinds for checkpoints that it cannot read
-        raise BadInput(f"cannot load the model {name}: {one_line(error)}") from None
+    if not (base := adapter_base(name)):
+        model = from_checkpoint(AutoModelForCausalLM, name, "a language model")
+        model.saved_dtype = model.dtype  # in which save_model writes it
+        return model.float().to(device).eval()
+    peft, model = import_peft(), load_model(base, device)
+    if not find(name, "adapter_model.safetensors"):
+        raise BadInput(f"cannot load the adapter {name}: it has no adapter_model.safetensors")
+    with refusing(f"cannot load the adapter {name}"):
+        adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=trainable, autocast_adapter_dtype=False)
+    if adapted.active_peft_config.is_prompt_learning:
+        raise BadInput(f"cannot load the adapter {name}: it is no LoRA adapter but a learned prompt, which lies outside of the model's layers")
+    adapted.saved_dtype = model.saved_dtype
+    return adapted.float().to(device).eval()
+
+
+def from_checkpoint(kind, name: str, what: str):
+    """`kind` is one of transformers' Auto classes. Raises BadInput for weights that would be noise."""
+    with refusing(f"cannot load the model {name}"):  # transformers raises many kinds of errors for what it cannot read
+        model, info = kind.from_pretrained(name, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True)
     if missing := [*info["missing_keys"], *info["mismatched_keys"]]:
-        raise BadInput(f"{name} lacks weights of a language model ({missing[0]}, ..), which would be trained from noise: name another")
-    model.saved_dtype = model.dtype  # in which save_model writes it
-    return model.float().to(device).eval()
+        raise BadInput(f"{name} lacks weights of {what} ({missing[0]}, ..), which would be noise: name another")
+    return model
 
 
 def load_policy(args, device: str):
     """The model that trains: all of --model; with --lora_r a new adapter over it (LoRA, arXiv:2106.09685); or the adapter it is."""
     policy = load_model(args.model, device, trainable=True)
     if args.lora_r:
-        peft = import_peft()
+        peft, dtype = import_peft(), policy.saved_dtype
         target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
         config = peft.LoraConfig(task_type="CAUSAL_LM", r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
                                  lora_dropout=args.lora_dropout, target_modules=target)
-        try:
-            adapted = peft.get_peft_model(policy, config)
-        except ValueError as error:  # no such layers
-            raise BadInput(f"--lora_target {args.lora_target}: {one_line(error)}") from None
-        adapted.saved_dtype = policy.saved_dtype
-        policy = adapted.eval()
+        with refusing(f"--lora_target {args.lora_target}"):  # no such layers
+            policy = peft.get_peft_model(policy, config).eval()
+        policy.saved_dtype = dtype
     for name, module in policy.named_modules():
         if ".lora_dropout" in name:
             module.train()  # the one dropout there is; eval_mode turns it off for whatever is not a training step
@@ -803,15 +912,11 @@ def checkpoint_layers(model, use_reentrant: bool = False):
 
 def load_tokenizer(name: str):
     """The tokenizer of a checkpoint, and the model's longest row."""
-    try:
-        base = adapter_base(name) or name
-        own = find(name, "tokenizer_config.json")
+    base = adapter_base(name) or name
+    with refusing(f"cannot load the tokenizer of {name}"):
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
+        own = find(name, "tokenizer_config.json")
         return AutoTokenizer.from_pretrained(name if own else base, trust_remote_code=False), context_length(config)
-    except BadInput:
-        raise
-    except Exception as error:
-        raise BadInput(f"cannot load the tokenizer of {name}: {one_line(error)}") from None
 
 
 def context_length(config) -> float:
@@ -847,15 +952,13 @@ def save_model(model, tokenizer, out: Path, merge: bool = False):
 
 def load_function(spec: str):
     """FILE.py:FUNCTION -> the function. The one thing that runs a user's code, because the user asks for it."""
-    try:
+    with refusing(f"cannot load {spec} as FILE.py:FUNCTION"):
         file, name = spec.rsplit(":", 1)
         sys.path.insert(0, str(Path(file).resolve().parent))  # it may import its neighbours
         function = runpy.run_path(file)[name]
         if not callable(function):
             raise TypeError(f"{name} is not a function")
         return function
-    except (Exception, SystemExit) as error:
-        raise BadInput(f"cannot load {spec} as FILE.py:FUNCTION: {type(error).__name__} {error}") from None
 
 
 def call_scorer(function, name: str, samples: list[dict], rows: list[dict]) -> list[float | None]:
@@ -863,21 +966,18 @@ def call_scorer(function, name: str, samples: list[dict], rows: list[dict]) -> l
     with the columns of their rows; None where it has nothing to say. Completions are strings, or messages if prompts are."""
     completions = [s["completion"] if isinstance(s["prompt"], str) else [{"role": "assistant", "content": s["completion"]}] for s in samples]
     columns = {column: [row.get(column) for row in rows] for column in dict.fromkeys(chain.from_iterable(rows)) if column not in ("prompt", "prompts", "completions")}
-    try:
+    with refusing(f"{name} failed"), torch.no_grad():  # also gives the gradients back to a training step, should the function turn them off
         # copies: what a function changes in place must not reach the next one, samples.jsonl or the rows
-        with torch.no_grad():  # also gives the gradients back to a training step, should the function turn them off
-            scores = function(prompts=deepcopy([sample["prompt"] for sample in samples]), completions=completions, **deepcopy(columns))
+        scores = function(prompts=deepcopy([sample["prompt"] for sample in samples]), completions=completions, **deepcopy(columns))
         if isinstance(scores, Mapping):
             raise TypeError("it returned a dict, whose keys are no scores: return a list")
         scores = list(scores)
         if len(scores) != len(samples):
             raise ValueError(f"it returned {len(scores)} scores for {len(samples)} completions")
         for score, sample in zip(scores, samples):
-            if score is not None and not math.isfinite(score):
+            if score is not None and not abs(score) < 1e30:  # float32 would make it inf
                 raise ValueError(f"it returned {score} for the completion {sample['completion'][:60]!r}")
         return [score if score is None else float(score) for score in scores]
-    except (Exception, SystemExit) as error:
-        raise BadInput(f"{name} failed: {type(error).__name__} {one_line(error)}") from error
 
 
 class RewardModel:
@@ -886,15 +986,9 @@ class RewardModel:
     def __init__(self, name: str, device: str, tokens_per_forward: int):
         self.name, self.device, self.tokens_per_forward = name, device, tokens_per_forward
         self.tokenizer, self.longest = load_tokenizer(name)
-        try:
-            self.model, info = AutoModelForSequenceClassification.from_pretrained(
-                name, dtype="auto", use_safetensors=True, trust_remote_code=False, output_loading_info=True)
-        except Exception as error:
-            raise BadInput(f"cannot load the reward model {name}: {one_line(error)}") from None
-        if info["missing_keys"] or self.model.config.num_labels != 1:
-            raise BadInput(f"{name} is no reward model: it needs a trained head with one output, and has {self.model.config.num_labels} outputs "
-                           f"and lacks {info['missing_keys'] or 'nothing'}")
-        self.model.eval()
+        self.model = from_checkpoint(AutoModelForSequenceClassification, name, "a reward model").eval()
+        if self.model.config.num_labels != 1:
+            raise BadInput(f"{name} is no reward model: it has {self.model.config.num_labels} outputs, and needs one")
         if self.model.config.pad_token_id is None:  # by which the model finds where each row ends
             self.model.config.pad_token_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
 
@@ -917,12 +1011,6 @@ class RewardModel:
         self.model.to("cpu")
         torch.cuda.empty_cache()
         return scores
-
-
-def peak_memory() -> str:
-    if torch.cuda.is_available():
-        return f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB"  # KiB on Linux
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -994,9 +1082,7 @@ def load_references(args, tokenizer, asked: list[Group], device: str):
     if args.ref in ("swap", "adapter"):
         reference = Swap(policy, load_model(other, "cpu") if other else None)
     elif args.ref == "live":
-        reference = Live(policy, load_model(args.ref_model, device).to(getattr(torch, args.ref_dtype)))
-        if args.sync_reference:
-            matching_weights(policy, reference.model)  # at the door, not at the first move
+        reference = Live(policy, load_model(args.ref_model, device).to(getattr(torch, args.ref_dtype)), moves=bool(args.sync_reference))
     return policy, reference
 
 
@@ -1033,17 +1119,22 @@ def check_start(policy, groups: list[Group], known: Mapping | None, values: str,
                        "reference's file does not hold what it says (delete it), or this model's forward is not deterministic")
 
 
+def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
+    """The random numbers of one purpose at one step or epoch: whoever resumes needs no state of them, and no two purposes share any."""
+    return np.random.default_rng([seed, n, *purpose.encode()])
+
+
 def hold_out(rows: list, size: int, seed: int) -> tuple[list, list]:
     """Splits off the rows of `size` prompts, at most a tenth of them; all rows of a prompt stay on one side."""
     prompts = sorted({row.prompt for row in rows})
-    held = {prompts[i] for i in np.random.default_rng(seed).permutation(len(prompts))[:min(size, len(prompts) // 10)]}
+    held = {prompts[i] for i in generator(seed, "hold_out").permutation(len(prompts))[:min(size, len(prompts) // 10)]}
     return [row for row in rows if row.prompt not in held], [row for row in rows if row.prompt in held]
 
 
 def batch_rows(step: int, n: int, batch_size: int, seed: int) -> list[int]:
     """The rows of a step (from 1): epoch after epoch of permutations, each a function of (seed, epoch) alone."""
     places = range((step - 1) * batch_size, step * batch_size)
-    orders = {epoch: np.random.default_rng([seed, epoch]).permutation(n) for epoch in {place // n for place in places}}
+    orders = {epoch: generator(seed, "order", epoch).permutation(n) for epoch in {place // n for place in places}}
     return [int(orders[place // n][place % n]) for place in places]
 
 
@@ -1089,9 +1180,10 @@ class Run:
         except ImportError:
             raise BadInput("--tensorboard needs `pip install tensorboard`") from None
         self.finished = (self.out / "finished.json").exists()
-        checkpoints = self.checkpoints()
-        self.newest = self.out / "finished.json" if self.finished else checkpoints[-1] / "state.json" if checkpoints else None
-        self.done = self._continue() if self.newest else 0  # steps
+        states = [self.out / "finished.json"] if self.finished else [folder / "state.json" for folder in self.checkpoints()]
+        self.newest, self.done, self.laps = states[-1] if states else None, 0, {}
+        if self.newest:
+            self.done = self._continue()  # steps
         if self.finished:  # and finished.json was read: a damaged one takes no checkpoint with it
             shutil.rmtree(self.out / "checkpoints", ignore_errors=True)  # a kill came between
         self.history, self.answers = self._kept("metrics"), [row for row in self._kept("samples") if row["held_out"]]
@@ -1101,20 +1193,16 @@ class Run:
 
     def _continue(self) -> int:
         """The step after which the newest state was saved. Raises BadInput if that is another run's."""
-        try:
+        with refusing(f"{self.newest} is damaged", f": delete {self.newest.parent}, or name another --out"):
             self.state = json.loads(self.newest.read_text())
-            theirs, step = {**{name: self.state[name] for name in self.DIGESTS}, **self.state["args"]}, self.state["step"]
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise BadInput(f"{self.newest} is damaged ({one_line(error)}): delete {self.newest.parent}, or name another --out") from None
-        ours = {**{name: self.identity[name] for name in self.DIGESTS}, **self.identity["args"]}
+            ours, theirs = ({name: state[name] for name in self.DIGESTS} | state["args"] for state in (self.identity, self.state))
+            step = self.state["step"]
         for name in sorted((ours.keys() | theirs.keys()) - self.MAY_DIFFER, key=lambda name: name in self.DIGESTS):
             if ours.get(name) != theirs.get(name):
                 what = self.DIGESTS[name] if name in self.DIGESTS else f"{name} {theirs.get(name)!r}, and not {ours.get(name)!r}"
                 raise BadInput(f"{self.out} holds {'a finished run' if self.finished else f'a run of {step} steps'} with {what}: name another --out, or delete it")
-        if self.finished:
-            print(f"{self.out} is finished, after {step} steps: nothing to do. Delete it, or name another --out, to train again")
-        else:
-            print(f"{self.out} goes on after step {step}")
+        print(f"{self.out} is finished, after {step} steps: nothing to do. Delete it, or name another --out, to train again" if self.finished
+              else f"{self.out} goes on after step {step}")
         return step
 
     def _kept(self, name: str) -> list[dict]:
@@ -1130,11 +1218,21 @@ class Run:
             raise BadInput(f"{path} lacks steps that the checkpoint has seen: delete {self.out}, or name another --out")
         return rows
 
-    def write(self, values: dict, answers: list[dict] = [], samples: list[dict] = [], seconds: dict = {}):
+    def lap(self, part: str):
+        """The seconds since the step began, or since its last lap, are those of this part of it."""
+        now = time.monotonic()
+        self.laps[part], self.lapped = round(now - self.lapped, 4), now
+
+    def check(self, values: dict):
+        """Refuses to go on from a number that is none."""
+        if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
+            raise Diverged(f"step {values['step']}: {', '.join(wrong)}; {self.out} keeps what it had: lower --lr, or look at this step's rows")
+
+    def write(self, values: dict, answers: list[dict] = [], samples: list[dict] = []):
         """A step's metrics; held-out answers and training samples; and its seconds, which are never the same twice, in a file of their own."""
         step = {"step": values["step"]}
         answers = [{**step, "held_out": True, **row} for row in answers]
-        lines = dict(metrics=[values], samples=answers + [{**step, "held_out": False, **row} for row in samples], seconds=[{**step, **seconds}] * bool(seconds))
+        lines = dict(metrics=[values], samples=answers + [{**step, "held_out": False, **row} for row in samples], seconds=[step | self.laps] if self.laps else [])
         try:
             if not self.files:  # only now: a run that is refused before its first line leaves the last one's files alone
                 if self.args.tensorboard:
@@ -1151,7 +1249,7 @@ class Run:
         self.history.append(values)
         self.answers += answers
         if self.board:
-            for name, value in (values | seconds).items():
+            for name, value in (values | self.laps).items():
                 self.board.add_scalar(name, value, values["step"])
 
     def steps(self, steps: int, policy, optimizer, reference):
@@ -1166,6 +1264,7 @@ class Run:
         try:
             self.bar, self.began = tqdm(range(self.done + 1, steps + 1), desc="train", initial=self.done, total=steps), time.monotonic()
             for step in self.bar:
+                self.laps, self.lapped = {}, time.monotonic()
                 yield step
                 if step < steps and (self.stopping or step % self.args.save_every == 0):
                     self._save(step, policy, optimizer, reference)
@@ -1178,7 +1277,8 @@ class Run:
     def show(self, text: str):
         """Beside the bar: a step's metrics, the tokens a second since the start or the resume, and the most memory so far."""
         seen, before = (self.history[at].get("num_tokens", 0) for at in (-1, self.done))
-        self.bar.set_postfix_str(f"{text}, {(seen - before) / (time.monotonic() - self.began):,.0f} tokens/s, {peak_memory()}")
+        most = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB on Linux
+        self.bar.set_postfix_str(f"{text}, {(seen - before) / (time.monotonic() - self.began):,.0f} tokens/s, {most / 2**30:.1f} GiB")
 
     def _saved(self) -> str:
         kept = self.checkpoints()
@@ -1193,7 +1293,7 @@ class Run:
             saving.mkdir(parents=True)
             save_file({name: p.detach().contiguous() for name, p in policy.named_parameters() if p.requires_grad}, saving / "weights.safetensors")
             if self.args.sync_reference:
-                save_file({str(i): w.contiguous() for i, w in enumerate(reference.tensors())}, saving / "reference.safetensors")
+                save_file({str(i): w.contiguous() for i, w in enumerate(reference.theirs)}, saving / "reference.safetensors")
             randoms = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
             torch.save({"optimizer": optimizer.state_dict(), "random": randoms}, saving / "optimizer.pt")
             numpy_state = np.random.get_state()
@@ -1216,7 +1316,7 @@ class Run:
         if not self.done:
             return
         folder = self.newest.parent
-        try:
+        with refusing(f"the checkpoint {folder} is damaged", ": delete it to go on from an older one, or start anew"):
             for name, digest in self.state["files"].items():
                 if _file_digest(folder / Path(name).name) != digest:
                     raise ValueError(f"{name} has changed")
@@ -1227,7 +1327,7 @@ class Run:
                         p.copy_(weights[name])
                 if self.args.sync_reference:
                     kept = load_file(folder / "reference.safetensors")
-                    for i, w in enumerate(reference.tensors()):
+                    for i, w in enumerate(reference.theirs):
                         w.copy_(kept[str(i)])
             optimizer.load_state_dict(rest["optimizer"])
             torch.set_rng_state(rest["random"]["torch"])
@@ -1236,8 +1336,6 @@ class Run:
             version, state, gauss = self.state["python"]
             random.setstate((version, tuple(state), gauss))
             np.random.set_state(tuple(self.state["numpy"]))
-        except Exception as error:
-            raise BadInput(f"the checkpoint {folder} is damaged ({one_line(error)}): delete it to go on from an older one, or start anew") from None
 
     def finish(self):
         if self.board:
@@ -1265,51 +1363,18 @@ def command_line(main: Callable, args):
         sys.exit(1)
 
 
-def stop_tokens(model, tokenizer) -> set[int]:
-    """The ids that end a completion: the tokenizer's EOS, and whatever else the model's generation config names."""
-    ends = base_model(model).generation_config.eos_token_id
-    return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-
-
-@torch.no_grad()
-def generate(model, tokenizer, prompts: list[tuple], max_new_tokens: int, seed: int, temperature=1.0, top_p=1.0, top_k=0) -> list[tuple]:
-    """One completion of each prompt, token ids with the stop token, by transformers' generate(); by default from the model's
-    own distribution, nothing cut off, whatever its generation config says. Temperature 0 is greedy."""
-    core, ends, completions = base_model(model), stop_tokens(model, tokenizer), []
-    choice = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p) if temperature else dict(do_sample=False)
-    config = GenerationConfig(**choice, max_new_tokens=max_new_tokens, eos_token_id=sorted(ends) or None, pad_token_id=tokenizer.pad_token_id or 0)
-    longest, own = max(map(len, prompts), default=0), core.generation_config
-    core.generation_config = GenerationConfig()  # or generate() would take from it what `config` leaves open
-    try:
-        with torch.random.fork_rng(), eval_mode(model):
-            torch.manual_seed(seed)
-            for at in tqdm(range(0, len(prompts), 32), desc="sample", leave=False):
-                ids, mask = pad_left(prompts[at:at + 32], longest, core.device)
-                for new in core.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, longest:].tolist():
-                    stop = next((i + 1 for i, token in enumerate(new) if token in ends), max_new_tokens)
-                    completions.append(tuple(new[:stop]))
-    finally:
-        core.generation_config = own
-    return completions
-
-
-def pad_left(prompts: list[tuple], longest: int, device) -> tuple[torch.Tensor, torch.Tensor]:  # (B, longest) each
-    ids = torch.tensor([[0] * (longest - len(p)) + [*p] for p in prompts], device=device)
-    return ids, torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-
-
 def answer(policy, tokenizer, held: list, score, args) -> tuple[list[dict], dict[str, float]]:
     """Samples of held-out prompts, as samples.jsonl keeps them, and their mean score."""
     room = context_length(policy.config) - args.max_new_tokens  # for a prompt
     asked = list({row.prompt: row for row in held if len(row.prompt) <= room}.values())[:args.samples]
-    with autocast(policy, args.dtype):
-        ids = generate(policy, tokenizer, [row.prompt for row in asked], args.max_new_tokens, args.seed)
-    samples = [{"prompt": row.row["prompt"], "completion": text} for row, text in zip(asked, tokenizer.batch_decode(ids, skip_special_tokens=True))]
+    ids, _ = sample(policy, tokenizer, [row.prompt for row in asked], 1, generator(args.seed, "answers"), args)
+    texts = tokenizer.batch_decode([y for ys in ids for y in ys], skip_special_tokens=True)
+    samples = [{"prompt": row.row["prompt"], "completion": text} for row, text in zip(asked, texts)]
     if not score or not asked:
         return samples, {}
-    for sample, value in zip(samples, call_scorer(score, args.score, samples, [row.row for row in asked])):
-        sample["score"] = value
-    scores = [sample["score"] for sample in samples if sample["score"] is not None]
+    for sampled, value in zip(samples, call_scorer(score, args.score, samples, [row.row for row in asked])):
+        sampled["score"] = value
+    scores = [sampled["score"] for sampled in samples if sampled["score"] is not None]
     return samples, {"eval_score": float(np.mean(scores))} if scores else {}
 
 
@@ -1401,15 +1466,13 @@ def render(tokenizer, prompt, answers, where: str) -> list[str]:
         raise BadInput(f"{where}: prompt and answers must be all strings or all chat messages")
     if plain and answers and not end:
         raise BadInput(f"{where} holds plain strings, and the tokenizer has no EOS token to end the answers with: set its eos_token")
-    try:
+    with refusing(f"{where} cannot be rendered"):  # no template, or one that raises what it likes
         if plain:
             texts = [prompt, *(prompt + answer + ("" if answer.endswith(end) else end) for answer in answers)]
         else:
             texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False),
                      *(tokenizer.apply_chat_template(prompt + answer, tokenize=False) for answer in answers)]
         "".join(texts).encode()  # half a surrogate pair would crash the tokenizer
-    except Exception as error:  # no template, or one that raises what it likes
-        raise BadInput(f"{where} cannot be rendered: {one_line(error)}") from None
     if not all(text.startswith(texts[0]) for text in texts):
         raise BadInput(f"{where}: the chat template's prompt is not how prompt + answer begins: mend the template")
     return texts

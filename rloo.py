@@ -101,13 +101,11 @@ if __name__ == "__main__":
 
 import numpy as np  # noqa: E402  the slow imports come after the command line, so that --help answers at once
 import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-from transformers import DynamicCache  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, Diverged, RewardModel, Run, adapter_base, autocast, base_model, batch_rows, call_scorer, check_args, check_start,
-    command_line, encode, eval_mode, generate, hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor,
-    micro_batches, one_line, pad_left, reference_logprobs, report, save_model, stop_tokens, text_of, with_defaults)
+    BadInput, RewardModel, Run, adapter_base, base_model, batch_rows, call_scorer, check_args, check_start, command_line, encode, eval_mode, generator,
+    hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, reference_logprobs, report, sample, save_model,
+    stop_tokens, text_of, with_defaults)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss
@@ -145,7 +143,7 @@ def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rollouts
+# Rollouts and rewards
 
 
 class Rollout(NamedTuple):
@@ -154,105 +152,12 @@ class Rollout(NamedTuple):
     entropy: float | None  # nats a token
 
 
-@torch.no_grad()
 def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Rollout:
-    """k samples of each prompt from the policy as it is: whatever a generation config says, nothing but args changes it.
-
-    Every prompt goes through the model once, then its cache is expanded to k rows. Sample i of prompt b draws its t-th token with
-    the uniform number u[b, i, t], a function of (seed, step) alone: how prompts are batched or padded changes no sample."""
-    u = torch.from_numpy(np.random.default_rng([args.seed, step]).random((len(prompts), k, args.max_new_tokens)))
-    core, ends = base_model(policy), torch.tensor(sorted(stop_tokens(policy, tokenizer)), dtype=torch.long, device=policy.device)
-    places = [k * (len(prompt) + args.max_new_tokens) for prompt in prompts]
-    order, chunks = sorted(range(len(prompts)), key=lambda b: -places[b]), []
-    for b in order:  # the longest of a chunk is its first, to which the others are padded
-        if not chunks or (len(chunks[-1]) + 1) * places[chunks[-1][0]] > args.rollout_tokens:
-            chunks.append([])
-        chunks[-1].append(b)
-    completions, entropies = [None] * len(prompts), []
-    with eval_mode(policy), autocast(policy, args.dtype):
-        if why_not := cannot_expand(core):
-            flat = generate(policy, tokenizer, [p for p in prompts for _ in range(k)], args.max_new_tokens,
-                            int(u[0, 0, 0] * 2**53), args.temperature, args.top_p, args.top_k)
-            completions = [flat[at:at + k] for at in range(0, len(flat), k)]
-        for chunk in [] if why_not else tqdm(chunks, desc="rollout", leave=False, disable=len(chunks) < 2):
-            rows, entropy = decode(core, [prompts[b] for b in chunk], u[chunk].to(policy.device), ends, args)
-            entropies.append(entropy)
-            for n, b in enumerate(chunk):
-                completions[b] = rows[n * k:n * k + k]
-    stop = set(ends.tolist())
-    return Rollout(list(zip(prompts, completions)), torch.tensor([[y[-1] in stop for y in ys] for ys in completions]),
-                   torch.cat(entropies).mean().item() if entropies else None)
-
-
-def decode(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, args: Args) -> tuple[list[tuple], torch.Tensor]:
-    """The sampling loop. u (B, k, T) uniform numbers -> B·k completions, and the entropy at each of their tokens."""
-    B, k, T = u.shape
-    ids, mask = pad_left(prompts, max(map(len, prompts)), core.device)  # (B, longest)
-    cache = DynamicCache(config=core.config.get_text_config())
-    places = (mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts nobody
-    logits = core(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    cache.batch_repeat_interleave(k)  # the prompts' keys and values, computed once, for k rows
-    logits, mask, place, u = *(x.repeat_interleave(k, 0) for x in (logits[:, -1], mask, places[:, -1:])), u.flatten(0, 1)
-    rows, alive = torch.arange(B * k, device=core.device), torch.ones(B * k, dtype=torch.bool, device=core.device)
-    tokens, entropies, lengths = torch.zeros(B * k, T, dtype=torch.long, device=core.device), [], torch.full((B * k,), T, device=core.device)
-    for t in range(T):
-        token, entropy = draw(logits, u[rows, t], args)
-        tokens[rows, t] = token
-        entropies.append(entropy[alive])
-        ended = alive & torch.isin(token, ends)
-        lengths[rows[ended]] = t + 1
-        alive &= ~ended
-        if t == T - 1 or not alive.any():
-            break
-        if alive.sum() <= 0.75 * len(alive):  # finished rows leave, a few at a time: each departure copies the cache
-            stay = alive.nonzero()[:, 0]
-            cache.batch_select_indices(stay)
-            rows, token, mask, place, alive = rows[stay], token[stay], mask[stay], place[stay], alive[stay]
-        mask, place = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), place + 1
-        logits = core(input_ids=token[:, None], attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True).logits[:, -1]
-    return [tuple(row[:n]) for row, n in zip(tokens.tolist(), lengths.tolist())], torch.cat(entropies)
-
-
-def draw(logits: torch.Tensor, u: torch.Tensor, args: Args) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row, (n, V) logits and (n,) uniform numbers -> (n,), and the entropy of what it was drawn from."""
-    if not args.temperature:  # greedy
-        return logits.argmax(-1), torch.zeros(len(logits), device=logits.device)
-    probs = torch.softmax(logits.float() / args.temperature, dim=-1)
-    if args.top_k or args.top_p < 1:
-        ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
-        ranked[:, args.top_k or len(ranked[0]):] = 0
-        share = ranked / ranked.sum(-1, keepdim=True)
-        share[share.cumsum(-1) - share >= args.top_p] = 0  # the smallest set that reaches top_p stays
-        probs = torch.zeros_like(probs).scatter(-1, ids, share / share.sum(-1, keepdim=True))
-    cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
-    token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)[:, 0]  # right: never a token of probability 0
-    return token.clamp(max=probs.shape[-1] - 1), -torch.special.xlogy(probs, probs).sum(-1)
-
-
-def cannot_expand(core) -> str:
-    """Why this model's cache cannot be expanded to k rows; "" if a small trial gives the logits of k rows. Decided once a model."""
-    if not hasattr(core, "why_not_expanded"):
-        ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 8, device=core.device).long()[None]
-        try:
-            if core._is_stateful:
-                raise ValueError("its layers keep a state that is not a cache of keys and values")
-            cache = DynamicCache(config=core.config.get_text_config())
-            core(input_ids=ids[:, :4], past_key_values=cache, use_cache=True)
-            cache.batch_repeat_interleave(3)
-            cache.batch_select_indices(torch.tensor([0, 2], device=core.device))
-            got = core(input_ids=ids[:, 4:].expand(2, -1), past_key_values=cache, use_cache=True).logits[1, -1].float().softmax(-1)
-            gap = (got - core(input_ids=ids).logits[0, -1].float().softmax(-1)).abs().max().item()
-            if not gap < (1e-4 if core.dtype == torch.float32 and not torch.is_autocast_enabled(core.device.type) else 0.05):
-                raise ValueError(f"it changed a probability by {gap:.1g}")
-            core.why_not_expanded = ""
-        except Exception as refusal:  # caches of many kinds, which fail in many ways
-            core.why_not_expanded = one_line(refusal) or type(refusal).__name__
-            tqdm.write(f"rollouts: every sample encodes its prompt, because the cache cannot be expanded: {core.why_not_expanded}")
-    return core.why_not_expanded
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rewards
+    """k samples of each prompt from the policy as it is, a function of (seed, step): no batching or padding changes them."""
+    completions, entropy = sample(policy, tokenizer, prompts, k, generator(args.seed, "rollout", step), args,
+                                  args.temperature, args.top_p, args.top_k, args.rollout_tokens)
+    stop = stop_tokens(policy, tokenizer)
+    return Rollout(list(zip(prompts, completions)), torch.tensor([[y[-1] in stop for y in ys] for ys in completions]), entropy)
 
 
 def load_rewards(args: Args, device: str) -> list[tuple]:
@@ -269,17 +174,14 @@ def judge(rollout: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) 
     texts = tokenizer.batch_decode([y for _, ys in rollout.groups for y in ys], skip_special_tokens=True)
     repeated = [row.row for row, (_, ys) in zip(rows, rollout.groups) for _ in ys]
     samples = [{"prompt": row["prompt"], "completion": text} for row, text in zip(repeated, texts)]
-    total, means = torch.zeros(len(samples)), {}
-    spoke = torch.zeros(len(samples), dtype=torch.bool)
-    for name, function, weight in functions:
-        scores = torch.tensor([math.nan if x is None else x for x in call_scorer(function, name, samples, repeated)])
-        if weight:  # --score has none: what it says makes no reward of a sample that the others left out
-            total, spoke = total + weight * scores.nan_to_num(0.0), spoke | ~scores.isnan()
-        if not scores.isnan().all():
-            means[f"rewards/{name}"] = scores.nanmean().item()
-    total = torch.where(spoke, total, math.nan)
-    for sample, reward in zip(samples, total.tolist()):
-        sample["reward"] = None if math.isnan(reward) else reward
+    scores = torch.stack([torch.tensor([math.nan if x is None else x for x in call_scorer(function, name, samples, repeated)])
+                          for name, function, _ in functions])  # (functions, B·k)
+    weights = torch.tensor([weight for *_, weight in functions])[:, None]
+    spoke = (~scores.isnan() & (weights != 0)).any(dim=0)  # --score weighs 0: it makes no reward of a sample that the others left out
+    total = torch.where(spoke, (weights * scores.nan_to_num(0.0)).sum(dim=0), math.nan)
+    means = {f"rewards/{name}": row.nanmean().item() for (name, *_), row in zip(functions, scores) if not row.isnan().all()}
+    for answer, reward in zip(samples, total.tolist()):
+        answer["reward"] = None if math.isnan(reward) else reward
     return total.view(len(rows), -1), samples, means
 
 
@@ -405,37 +307,35 @@ def main(args: Args) -> list[dict]:
 
     tokens = run.history[-1].get("num_tokens", 0)
     for step in run.steps(steps, policy, optimizer, reference):
-        clock = [time.monotonic()]
         rows = [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
         for group in optimizer.param_groups:
             group["lr"] = args.lr * lr_factor(step, steps, args.warmup, args.schedule)
         samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
-        clock.append(time.monotonic())
+        run.lap("rollout")
         rewards, texts, means = judge(samples, rows, tokenizer, functions)
         counted = torch.where(samples.ended, rewards, math.nan) if args.mask_truncated else rewards
-        clock.append(time.monotonic())
+        run.lap("reward")
         known, seen = reference_logprobs(reference, samples.groups, args), None
-        clock.append(time.monotonic())
+        run.lap("reference")
         for update in range(args.updates_per_rollout):
             seen, losses = backward(policy, samples.groups, counted.to(device), known, seen, args)
-            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
-            if step == 1 and update == 0:
-                check_start(policy, samples.groups, known, f"KL {seen.rho.mean():.1e}", args)
-            if not math.isfinite(losses["loss"] + grad_norm):
-                raise Diverged(f"step {step}: the loss is {losses['loss']} and the gradient's norm {grad_norm}; {out} keeps what it had: lower --lr")
-            if update == 0 and args.sync_reference and step % args.sync_reference == 0:
-                reference.sync(args.sync_mix)  # before the update: the reference stays one step behind
+            losses["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
+            run.check({"step": step, **losses})
+            if update == 0:
+                if step == 1:
+                    check_start(policy, samples.groups, known, f"KL {seen.rho.mean():.1e}", args)
+                if args.sync_reference and step % args.sync_reference == 0:
+                    reference.sync(args.sync_mix)  # before the update: the reference stays one step behind
             optimizer.step()
             optimizer.zero_grad()
-        clock.append(time.monotonic())
+        run.lap("update")
         tokens += sum(len(prompt) + sum(map(len, ys)) for prompt, ys in samples.groups)
-        values = {"step": step, **metrics(samples, rewards, seen.rho if reference else None), **means, **losses,
-                  "grad_norm": grad_norm, "lr": group["lr"], "num_tokens": tokens}
+        values = {"step": step, **metrics(samples, rewards, seen.rho if reference else None), **means, **losses, "lr": group["lr"], "num_tokens": tokens}
         answers = []
         if step == steps or args.eval_every and step % args.eval_every == 0:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
             values |= scored
-        run.write(values, answers, texts, dict(zip(("rollout", "reward", "reference", "update"), np.diff(clock).round(4).tolist())))
+        run.write(values, answers, texts)
         run.show(f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}")
 
     save_model(policy, tokenizer, out, args.merge)

@@ -125,6 +125,22 @@ def test_interrupted_fill_keeps_what_it_had(tmp_path, monkeypatch):
     assert set(cache) == set(filled())
 
 
+@pytest.mark.parametrize("name", ["llama", "falcon"])
+def test_a_killed_pass_goes_on_with_the_forwards_that_it_lacks(name):
+    """The same forwards give the same bits, wherever it was killed; also where another run had scored some completions before."""
+    model, rng = make(name), random.Random(0)
+    prompts = [tuple(rng.choices(range(9), k=rng.randint(1, 9))) for _ in range(12)]
+    keys = dict.fromkeys((rng.choice(prompts), tuple(rng.choices(range(97), k=rng.randint(1, 12)))) for _ in range(80))
+    for before in ([], rng.sample(list(keys), 15)):
+        cache = ReferenceCache(**HEADER)
+        cache._logps.update(dict.fromkeys(before, b""))
+        whole = cache._plan(model, keys, 40)
+        assert len(whole) > 10 and len(keys) - len(before) == sum(len(ys) for batch in whole for _, ys in batch)
+        for n, batch in enumerate(whole):
+            assert cache._plan(model, keys, 40) == whole[n:]
+            cache._logps.update({(p, y): b"" for p, ys in batch for y in ys})
+
+
 def test_killed_fill_loses_at_most_what_came_after_the_last_save(tmp_path):
     """A real process, killed with -9 in the middle of the pass, with a save after every forward."""
     code = f"""

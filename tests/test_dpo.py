@@ -198,7 +198,7 @@ def test_a_cache_that_lies_stops_the_run_at_step_0(args):
 def test_nan_loss_stops_with_the_step_and_keeps_what_was_there(args):
     main(args)
     kept = weights(args)
-    with pytest.raises(Diverged, match=r"step [23]: the loss"):
+    with pytest.raises(Diverged, match=r"step [23]: .*loss is nan"):
         main(replace(args, lr=1e30, warmup=0.0, max_grad_norm=1e30))
     assert largest_difference(kept, weights(args)) == 0
     assert [json.loads(line)["step"] for line in open(Path(args.out) / "metrics.jsonl")][:2] == [0, 1]
@@ -230,10 +230,19 @@ def test_held_out_prompts_are_not_trained_on():
 
 
 def test_tensorboard_gets_the_metrics(args, monkeypatch):
-    written = []
+    written, purged = [], []
     writer = SimpleNamespace(add_scalar=lambda *a: written.append(a), close=lambda: None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder, purge_step: writer))
-    main(replace(args, tensorboard=True))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder, purge_step: purged.append(purge_step) or writer))
+    calls = []
+    def step(self, original=torch.optim.AdamW.step):
+        calls.append(1)
+        if len(calls) == 3: raise KeyboardInterrupt
+        return original(self)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch.optim.AdamW, "step", step)
+        main(replace(args, tensorboard=True, save_every=2))
+    main(replace(args, tensorboard=True, save_every=2))
+    assert purged == [None, 3], "the board forgets what a killed run wrote after its checkpoint"
     assert ("loss" in {name for name, _, _ in written}) and {step for _, _, step in written} == {0, 1, 2, 3}
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(BadInput, match="pip install tensorboard"):
@@ -371,7 +380,7 @@ def test_show_data_marks_what_is_trained(args, capsys):
 def answers_of(args, model=MODEL, **changes):
     policy = refcache.load_policy(replace(args, model=model, **changes), "cpu")
     prompts = [pair.prompt for pair in dpo.load_rows(args.data, TOKENIZER, 1024, args)[:40]]
-    return refcache.generate(policy, TOKENIZER, prompts, 12, seed=0)
+    return sum(refcache.sample(policy, TOKENIZER, prompts, 1, np.random.default_rng(0), replace(args, dtype="float32", max_new_tokens=12))[0], [])
 
 
 def test_checkpointing_leaves_samples_alone(args):
@@ -504,7 +513,7 @@ def test_a_template_under_which_the_prompt_is_no_prefix_is_refused(tmp_path):
 def test_a_template_that_raises_is_refused(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-    with pytest.raises(BadInput, match="line 1 cannot be rendered: no such role"):
+    with pytest.raises(BadInput, match="line 1 cannot be rendered: .*no such role"):
         encode(tokenizer, write(tmp_path / "r.jsonl", ROWS), refcache.parse_pair, 1024, False)
     tokenizer.chat_template = None
     with pytest.raises(BadInput, match="line 1 cannot be rendered.*chat_template"):

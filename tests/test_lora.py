@@ -40,7 +40,7 @@ def test_a_run_that_begins_with_an_sft_adapter_has_it_as_its_reference(run, tmp_
     known = of(Swap(policy), ended.args)
     assert known[GROUPS[0][0], (60, 12, 7)] == pytest.approx(truth, abs=1e-5) and known != logprobs(load_model(MODEL, "cpu"))
     assert abs(ended.history[1]["rewards/margins"]) < 1e-5 or config.get("lora_dropout")
-    assert abs(ended.history[0]["eval_rewards/margins"]) < 1e-5 < 1e-3 < abs(ended.history[-1]["eval_rewards/margins"])
+    assert abs(ended.history[0]["eval_rewards/margins"]) < 1e-5 < 1e-4 < abs(ended.history[-1]["eval_rewards/margins"])
     if not config:
         cached, live = run(model=folder, steps=3, lr=3e-2), run(model=folder, ref="live", steps=3, lr=3e-2)
         assert alike(ended, cached) and alike(ended, live) and distance(ended, cached) < 2e-5
