@@ -20,6 +20,7 @@ Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), s
           difference | rewards/accuracies: share of pairs with a positive margin, ties count 1/2 | logps/chosen,
           logps/rejected: log π(y|x) | humanline/unclamped: share of a pair's tokens whose log-ratio it leaves alone | grad_norm
           before clipping | lr | num_tokens so far, a prompt counted once. eval_*: the same, held out.
+          seconds.jsonl: reference, update.
 """
 import math
 import time
@@ -40,7 +41,7 @@ class Args:
     data: str | None = None  # pairs: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
     eval_data: str | None = None  # held-out pairs, in the same formats (default: eval_size prompts of data)
     eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
-    out: str = "out/dpo"  # folder for the model, metrics.jsonl, samples.jsonl, checkpoints, reference_logprobs.pkl
+    out: str = "out/dpo"  # folder for the model, metrics.jsonl, samples.jsonl, seconds.jsonl, checkpoints, reference_logprobs.pkl
 
     ref: Literal["cache", "swap", "adapter", "live", "none"] = "cache"  # cache: its log-probs, computed once; swap: its weights, on the CPU; adapter: LoRA's start; live: a second model; none: log π_ref = 0
     ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
@@ -116,7 +117,7 @@ class Batch(NamedTuple):
     len_l: torch.Tensor
     score_w: torch.Tensor  # the data's chosen_reward, else 0
     score_l: torch.Tensor
-    free: torch.Tensor | None = None  # share of their tokens that humanline leaves alone
+    unclamped: torch.Tensor | None = None  # share of their tokens that humanline leaves alone
 
 
 def preference_loss(loss: str, batch: Batch, beta: float, eps=0.0, gamma=0.5, eta=1.0) -> torch.Tensor:
@@ -166,7 +167,7 @@ def metrics(batch: Batch, args: Args) -> dict[str, float]:
     accuracy = torch.where(margin.abs() < 1e-5, 0.5, (margin > 0).float())  # a tie, to rounding, counts one half
     values = {"loss": objective(batch, args), "rewards/chosen": reward_w, "rewards/rejected": reward_l, "rewards/margins": margin,
               "rewards/accuracies": accuracy, "logps/chosen": batch.logp_w, "logps/rejected": batch.logp_l}
-    values |= {"humanline/unclamped": batch.free} if args.humanline else {}
+    values |= {"humanline/unclamped": batch.unclamped} if args.humanline else {}
     return {name: value.mean().item() for name, value in values.items()}
 
 
@@ -208,10 +209,10 @@ def groups(rows: list[Row]) -> list:
 
 def measure(policy, rows: list[Row], known, args: Args) -> Batch:
     """What the losses see of some rows. `known` maps (prompt, answer) to the reference's log-probs."""
-    logp, rho, free = (x.view(-1, 2).unbind(1) for x in log_ratios(policy, groups(rows), known, args))  # (B,) of y_w and y_l each
+    logp, rho, unclamped = (x.view(-1, 2).unbind(1) for x in log_ratios(policy, groups(rows), known, args))  # (B,) of y_w and y_l each
     rest = torch.tensor([[len(row.chosen), len(row.rejected), row.score_w, row.score_l] for row in rows], device=logp[0].device)
     rest = rest.float().unbind(1)
-    return Batch(*logp, *rho, *rest, sum(free) / (rest[0] + rest[1]))
+    return Batch(*logp, *rho, *rest, sum(unclamped) / (rest[0] + rest[1]))
 
 
 def backward(policy, rows: list[Row], known, args: Args) -> Batch:

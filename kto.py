@@ -22,6 +22,7 @@ Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of the desirabl
           logps/chosen, logps/rejected: log π(y|x) | count/chosen, count/rejected: rows in the batch | humanline/unclamped: share
           of a row's tokens whose log-ratio it leaves alone | grad_norm before clipping | lr | num_tokens so far, a prompt counted
           once. A batch of one kind has no mean of the other. eval_*: the same, held out.
+          seconds.jsonl: reference, update.
 """
 import math
 import time
@@ -40,7 +41,7 @@ class Args:
     data: str | None = None  # rows: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
     eval_data: str | None = None  # held-out rows, in the same formats (default: eval_size prompts of data)
     eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
-    out: str = "out/kto"  # folder for the model, metrics.jsonl, samples.jsonl, checkpoints, reference_logprobs.pkl
+    out: str = "out/kto"  # folder for the model, metrics.jsonl, samples.jsonl, seconds.jsonl, checkpoints, reference_logprobs.pkl
 
     ref: Literal["cache", "swap", "adapter", "live"] = "cache"  # cache: its log-probs, computed once; swap: its weights, on the CPU; adapter: LoRA's start; live: a second model
     ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
@@ -110,7 +111,7 @@ class Batch(NamedTuple):
     logp: torch.Tensor  # log π(y|x)
     rho: torch.Tensor  # log π(y|x) − log π_ref(y|x)
     label: torch.Tensor  # bool: desirable
-    free: torch.Tensor | None = None  # share of its tokens that humanline leaves alone
+    unclamped: torch.Tensor | None = None  # share of its tokens that humanline leaves alone
 
 
 def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, beta: float, desirable=1.0, undesirable=1.0) -> torch.Tensor:
@@ -131,7 +132,7 @@ def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, float]:
     reward, sign = args.beta * batch.rho, torch.where(batch.label, 1.0, -1.0)
     accuracy = torch.where(reward.abs() < 1e-5, 0.5, (reward * sign > 0).float())  # a tie, to rounding, counts one half
     values = {"loss": objective(batch, z, args), "rewards/accuracies": accuracy} | ({"kl": z} if args.loss == "kto" else {})
-    values |= {"humanline/unclamped": batch.free} if args.humanline else {}
+    values |= {"humanline/unclamped": batch.unclamped} if args.humanline else {}
     for name, kind in (("chosen", batch.label), ("rejected", ~batch.label)):
         values[f"count/{name}"] = kind.sum().float()
         if kind.any():
@@ -227,9 +228,9 @@ def asked(rows: list[Row], args: Args) -> list:
 
 def measure(policy, rows: list[Row], known, args: Args) -> Batch:
     """What the losses see of some rows. `known` maps (prompt, answer) to the reference's log-probs."""
-    logp, rho, free = log_ratios(policy, groups(rows), known, args)
+    logp, rho, unclamped = log_ratios(policy, groups(rows), known, args)
     label, size = torch.tensor([[row.label, len(row.completion)] for row in rows], device=logp.device).unbind(1)
-    return Batch(logp, rho, label.bool(), free / size)
+    return Batch(logp, rho, label.bool(), unclamped / size)
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """What does a model think of these completions? Log-probs, and the frozen reference policy as a dictionary of them.
 
     completion_logprobs(model, groups)   log π(token | all before it), for every token of every completion
+    sample(model, tokenizer, prompts, k) k completions of each prompt, which is encoded once
     ReferenceCache                       the same numbers of a frozen model, computed once, kept, saved and shared
     Swap, Live                           a reference whose weights are at hand, for new completions or one that moves
     encode                               from the rows of a file to groups of token ids: where a prompt ends is decided once
@@ -44,7 +45,7 @@ from filelock import FileLock  # comes with torch
 from safetensors.torch import load_file, save_file  # comes with transformers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, GenerationConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -175,14 +176,10 @@ def completion_logprobs(model, groups: list[Group], tokens_per_forward: int = 16
     temperature divides the logits: for samples that were drawn so.
     Raises BadInput for an empty prompt or completion, and for a model whose own logits it cannot reproduce.
     """
-    core = base_model(model)
-    vocabulary, context = core.get_input_embeddings().weight.shape[0], context_length(core.config)
     for prompt, completions in groups:
         if not prompt or not completions or not all(completions):
             raise BadInput("a prompt or a completion without tokens has no log-prob: leave it out")
-        if len(prompt) + max(map(len, completions)) > context or max(map(max, (prompt, *completions))) >= vocabulary:
-            raise BadInput(f"a row is longer than the model's {context} positions, or has an id beyond its {vocabulary} embeddings: "
-                           "shorten it, or use the model's own tokenizer")
+    check_rows(base_model(model), ((len(p) + max(map(len, ys)), max(map(max, (p, *ys)))) for p, ys in groups))
     try:
         results = [None] * len(groups)
         for batch in micro_batches(model, groups, tokens_per_forward):
@@ -190,9 +187,18 @@ def completion_logprobs(model, groups: list[Group], tokens_per_forward: int = 16
                 results[i] = logps
         return results
     except CannotShare as refusal:  # seen only in rows longer than the probe's: from now on this model takes padded rows
-        core.why_not_shared = str(refusal)
+        base_model(model).why_not_shared = str(refusal)
         tqdm.write(f"prompts are no longer shared: {refusal}")
         return completion_logprobs(model, groups, tokens_per_forward, temperature)
+
+
+def check_rows(core, rows: Iterable[tuple[int, int]]):
+    """Refuses a row, of so many tokens with so high an id, that lies outside of the model."""
+    vocabulary, context = core.get_input_embeddings().weight.shape[0], context_length(core.config)
+    for length, highest in rows:
+        if length > context or highest >= vocabulary:
+            raise BadInput(f"a row is longer than the model's {context} positions, or has an id beyond its {vocabulary} embeddings: "
+                           "shorten it, or use the model's own tokenizer")
 
 
 def log_ratios(model, groups: list[Group], known: Mapping | None, args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -208,11 +214,11 @@ def log_ratios(model, groups: list[Group], known: Mapping | None, args) -> tuple
     ratios, sizes = torch.cat(logps), [len(y) for _, y in keys]  # (N,)
     if known is not None:
         ratios = ratios - torch.tensor(np.concatenate([known[key] for key in keys]), device=ratios.device)
-    free = torch.ones_like(ratios, dtype=torch.bool)
+    unclamped = torch.ones_like(ratios, dtype=torch.bool)
     if getattr(args, "humanline", False):
-        free = (ratios >= args.log_eps_p) & (ratios <= args.log_eps_r)
+        unclamped = (ratios >= args.log_eps_p) & (ratios <= args.log_eps_r)
         ratios = ratios.clamp(args.log_eps_p, args.log_eps_r)  # outside no gradient passes
-    return tuple(torch.stack([x.sum() for x in parts]) for parts in (logps, ratios.split(sizes), free.split(sizes)))
+    return tuple(torch.stack([x.sum() for x in parts]) for parts in (logps, ratios.split(sizes), unclamped.split(sizes)))
 
 
 def autocast(model, dtype: str):
@@ -362,6 +368,7 @@ def sample(model, tokenizer, prompts: list[tuple], k: int, rng: np.random.Genera
     """
     u = torch.from_numpy(rng.random((len(prompts), k, args.max_new_tokens))).to(model.device)
     core, ends = base_model(model), torch.tensor(sorted(stop_tokens(model, tokenizer)), dtype=torch.long, device=model.device)
+    check_rows(core, ((len(prompt) + args.max_new_tokens, max(prompt)) for prompt in prompts))
     places = [k * (len(prompt) + args.max_new_tokens) for prompt in prompts]
     chunks, completions, entropies = [], [None] * len(prompts), []
     for b in sorted(range(len(prompts)), key=lambda b: -places[b]):  # the longest of a chunk is its first, to which the others are padded
@@ -452,20 +459,25 @@ def _pad_left(prompts: list[tuple], device) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def cannot_expand(core) -> str:
-    """Why this model's cache cannot be expanded to k rows; "" if a small trial gives the logits of k rows. Decided once a model."""
+    """Why this model's cache cannot be expanded to k rows; "" if it can. Decided once a model, by a small trial of the sampling loop,
+    with padding and with rows that leave: the entropies must be those of one forward a row."""
     if not hasattr(core, "why_not_expanded"):
-        ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 8, device=core.device).long()[None]
+        ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 12).long().tolist()
+        prompts, u = [tuple(ids[:7]), tuple(ids[7:])], torch.linspace(0.05, 0.95, 24, device=core.device).view(2, 3, 4)
         try:
             if core._is_stateful:
                 raise CannotShare("its layers keep a state that is not a cache of keys and values")
-            cache = DynamicCache(config=core.config.get_text_config())
-            core(input_ids=ids[:, :4], past_key_values=cache, use_cache=True)
-            cache.batch_repeat_interleave(3)
-            cache.batch_select_indices(torch.tensor([0, 2], device=core.device))
-            got = core(input_ids=ids[:, 4:].expand(2, -1), past_key_values=cache, use_cache=True).logits[1, -1].float().softmax(-1)
-            gap = (got - core(input_ids=ids).logits[0, -1].float().softmax(-1)).abs().max().item()
-            if not gap < (1e-4 if core.dtype == torch.float32 and not torch.is_autocast_enabled(core.device.type) else 0.05):
-                raise CannotShare(f"it changed a probability by {gap:.1g}")
+            rows, _ = _decode(core, prompts, u, torch.empty(0, dtype=torch.long, device=core.device))
+            rows, entropies = _decode(core, prompts, u, torch.tensor([rows[0][0], rows[4][0]], device=core.device))
+            truth = []
+            for i, y in enumerate(rows):
+                x = prompts[i // 3]
+                logits = core(input_ids=torch.tensor([x + y], device=core.device), use_cache=False).logits[0, len(x) - 1:-1]
+                truth.append(draw(logits, u[i // 3, i % 3, :len(y)])[1].tolist())
+            truth = torch.tensor([row[t] for t in range(4) for row in truth if t < len(row)], device=core.device)
+            gap = (torch.cat(entropies) - truth).abs().max().item()
+            if not gap < (1e-4 if core.dtype == torch.float32 and not torch.is_autocast_enabled(core.device.type) else 0.1):
+                raise CannotShare(f"it changed an entropy by {gap:.1g} nats")
             core.why_not_expanded = ""
         except Exception as refusal:  # caches of many kinds, which fail in many ways
             core.why_not_expanded = one_line(refusal)
@@ -980,39 +992,6 @@ def call_scorer(function, name: str, samples: list[dict], rows: list[dict]) -> l
         return [score if score is None else float(score) for score in scores]
 
 
-class RewardModel:
-    """A sequence classifier with one output, as a reward function. Between its calls it waits on the CPU."""
-
-    def __init__(self, name: str, device: str, tokens_per_forward: int):
-        self.name, self.device, self.tokens_per_forward = name, device, tokens_per_forward
-        self.tokenizer, self.longest = load_tokenizer(name)
-        self.model = from_checkpoint(AutoModelForSequenceClassification, name, "a reward model").eval()
-        if self.model.config.num_labels != 1:
-            raise BadInput(f"{name} is no reward model: it has {self.model.config.num_labels} outputs, and needs one")
-        if self.model.config.pad_token_id is None:  # by which the model finds where each row ends
-            self.model.config.pad_token_id = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else self.tokenizer.eos_token_id
-
-    @torch.no_grad()
-    def __call__(self, prompts, completions, **columns) -> list[float]:
-        texts = [render(self.tokenizer, prompt, [y], "a sample for the reward model")[1] for prompt, y in zip(prompts, completions)]
-        ids = [self.tokenizer(text, add_special_tokens=isinstance(prompt, str)).input_ids for text, prompt in zip(texts, prompts)]
-        if not all(0 < len(row) <= self.longest for row in ids):
-            raise ValueError(f"a sample is longer than its {self.longest} positions: lower --max_length or --max_new_tokens")
-        order, scores, pad = sorted(range(len(ids)), key=lambda i: -len(ids[i])), [0.0] * len(ids), self.model.config.pad_token_id
-        self.model.to(self.device)
-        while order:
-            n = 1 if pad is None else max(1, self.tokens_per_forward // len(ids[order[0]]))
-            batch, order = order[:n], order[n:]
-            longest = len(ids[batch[0]])
-            padded = torch.tensor([ids[i] + [pad] * (longest - len(ids[i])) for i in batch], device=self.device)
-            mask = torch.tensor([[1] * len(ids[i]) + [0] * (longest - len(ids[i])) for i in batch], device=self.device)
-            for i, score in zip(batch, self.model(input_ids=padded, attention_mask=mask).logits[:, 0].float().tolist()):
-                scores[i] = score
-        self.model.to("cpu")
-        torch.cuda.empty_cache()
-        return scores
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # A run: what the three scripts do in the same way
 
@@ -1150,7 +1129,8 @@ class Run:
     """The files of a run in --out, and its continuation: the same command goes on after the newest checkpoint.
 
     metrics.jsonl    an object a step, nothing in it that would differ in a second run
-    samples.jsonl    an object a sampled completion; seconds.jsonl what a step's parts took
+    samples.jsonl    an object a sampled completion
+    seconds.jsonl    an object a step: what its parts took
     checkpoints/N    what trains, optimizer and random states after step N: whole or not there, and safe to load
     finished.json    the arguments of a run that is through
     """

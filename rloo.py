@@ -101,11 +101,12 @@ if __name__ == "__main__":
 
 import numpy as np  # noqa: E402  the slow imports come after the command line, so that --help answers at once
 import torch  # noqa: E402
+from transformers import AutoModelForSequenceClassification  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, RewardModel, Run, adapter_base, base_model, batch_rows, call_scorer, check_args, check_start, command_line, encode, eval_mode, generator,
-    hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, reference_logprobs, report, sample, save_model,
-    stop_tokens, text_of, with_defaults)
+    BadInput, Run, adapter_base, batch_rows, call_scorer, check_args, check_start, command_line, encode, eval_mode, from_checkpoint,
+    generator, hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, reference_logprobs, render,
+    report, sample, save_model, stop_tokens, text_of, with_defaults)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss
@@ -158,6 +159,38 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
                                   args.temperature, args.top_p, args.top_k, args.rollout_tokens)
     stop = stop_tokens(policy, tokenizer)
     return Rollout(list(zip(prompts, completions)), torch.tensor([[y[-1] in stop for y in ys] for ys in completions]), entropy)
+
+
+class RewardModel:
+    """A sequence classifier with one output, as a reward function. Between its calls it waits on the CPU."""
+
+    def __init__(self, name: str, device: str, tokens_per_forward: int):
+        self.device, self.tokens_per_forward = device, tokens_per_forward
+        self.tokenizer, self.longest = load_tokenizer(name)
+        self.model = from_checkpoint(AutoModelForSequenceClassification, name, "a reward model").eval()
+        if self.model.config.num_labels != 1:
+            raise BadInput(f"{name} is no reward model: it has {self.model.config.num_labels} outputs, and needs one")
+
+    @torch.no_grad()
+    def __call__(self, prompts, completions, **columns) -> list[float]:
+        texts = [render(self.tokenizer, prompt, [y], "a sample for the reward model")[1] for prompt, y in zip(prompts, completions)]
+        ids = [self.tokenizer(text, add_special_tokens=isinstance(prompt, str)).input_ids for text, prompt in zip(texts, prompts)]
+        if not all(0 < len(row) <= self.longest for row in ids):
+            raise ValueError(f"a sample is longer than its {self.longest} positions: lower --max_length or --max_new_tokens")
+        order, scores = sorted(range(len(ids)), key=lambda i: -len(ids[i])), [0.0] * len(ids)
+        pad = self.model.config.pad_token_id  # by which the model finds where each row ends; without one rows go alone
+        self.model.to(self.device)
+        while order:
+            n = 1 if pad is None else max(1, self.tokens_per_forward // len(ids[order[0]]))
+            batch, order = order[:n], order[n:]
+            longest = len(ids[batch[0]])
+            padded = torch.tensor([ids[i] + [pad] * (longest - len(ids[i])) for i in batch], device=self.device)
+            mask = torch.tensor([[1] * len(ids[i]) + [0] * (longest - len(ids[i])) for i in batch], device=self.device)
+            for i, score in zip(batch, self.model(input_ids=padded, attention_mask=mask).logits[:, 0].float().tolist()):
+                scores[i] = score
+        self.model.to("cpu")
+        torch.cuda.empty_cache()
+        return scores
 
 
 def load_rewards(args: Args, device: str) -> list[tuple]:
@@ -296,9 +329,6 @@ def main(args: Args) -> list[dict]:
         return run.history
 
     policy, reference = load_references(args, tokenizer, [], device)
-    vocabulary = base_model(policy).get_input_embeddings().weight.shape[0]
-    if max(max(row.prompt) for row in train + held) >= vocabulary:  # before the rollout, which would crash there
-        raise BadInput(f"a prompt has an id beyond the model's {vocabulary} embeddings: use the model's own tokenizer")
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], weight_decay=args.weight_decay, fused=device == "cuda")
     run.restore(policy, optimizer, reference)
     if not run.done:

@@ -80,6 +80,8 @@ def test_writes_a_model_that_loads_and_metrics_that_parse(args):
     assert {"loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
             "grad_norm", "lr", "num_tokens", "eval_loss", "eval_rewards/accuracies"} <= set(lines[3])
     assert json.loads((out / "args.json").read_text())["lr"] == 1e-3
+    seconds = [json.loads(line) for line in open(out / "seconds.jsonl")]
+    assert [list(line) for line in seconds] == [["step", "reference", "update"]] * 3 and all(0 < line["update"] < 60 for line in seconds)
 
 
 def test_every_metric_is_explained_at_the_head_of_the_script(args):

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import refcache
 import rloo
 from models import make
-from refcache import BadInput, RewardModel, batch_rows, draw, load_tokenizer, lr_factor
-from rloo import Args, Rollout, Row, judge, leave_one_out, main, policy_loss, rollout
+from refcache import BadInput, batch_rows, draw, load_tokenizer, lr_factor
+from rloo import Args, RewardModel, Rollout, Row, judge, leave_one_out, main, policy_loss, rollout
 
 ROOT = Path(rloo.__file__).parent
 MODEL = str(ROOT / "demo/model")
@@ -183,7 +183,7 @@ def wrong(self, repeats, real=DynamicCache.batch_repeat_interleave):
     for layer in self.layers: layer.values = layer.values + 1
 
 
-@pytest.mark.parametrize("expand, words", [(lambda self, repeats: 1 / 0, "division by zero"), (wrong, "changed a probability")])
+@pytest.mark.parametrize("expand, words", [(lambda self, repeats: 1 / 0, "division by zero"), (wrong, "changed an entropy")])
 def test_a_cache_that_cannot_be_expanded_is_not_and_says_so_once(expand, words, monkeypatch, capsys):
     model, ask = make("llama"), lambda model, heat, step=1: rollout(model, SPECIAL, PROMPTS, 3, step, tiny(temperature=heat)).groups
     truth = ask(make("llama"), 0.0)
@@ -230,16 +230,17 @@ def test_a_reward_that_fails_is_named(scores, words):
     assert "\n" not in str(error.value)
 
 
-def classifier(path, outputs=1):
+def classifier(path, outputs=1, **changes):
     torch.manual_seed(0)
-    config = refcache.AutoConfig.from_pretrained(MODEL, num_labels=outputs)
+    config = refcache.AutoConfig.from_pretrained(MODEL, num_labels=outputs, **changes)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     TOKENIZER.save_pretrained(path)
     return str(path)
 
 
-def test_a_reward_model_scores_as_one_forward_a_text_does(tmp_path, run):
-    path = classifier(tmp_path / "judge")
+@pytest.mark.parametrize("pad", [0, None])
+def test_a_reward_model_scores_as_one_forward_a_text_does(tmp_path, run, pad):
+    path = classifier(tmp_path / "judge", pad_token_id=pad)
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     chats, answers = [row["prompt"] for row in ROWS[:6]], [[{"role": "assistant", "content": "The soup was nice. " * n}] for n in range(6)]
     texts = [TOKENIZER.apply_chat_template(p + y, tokenize=False) for p, y in zip(chats, answers)]
@@ -438,7 +439,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
     refcache.load_tokenizer(str(ROOT / "demo/model"))[0].save_pretrained(tmp_path)
     args = rloo.Args(model=str(tmp_path), data=str(ROOT / "demo/prompts.jsonl"), reward=(str(ROOT / "demo/score.py") + ":sentiment",),
                      out=str(tmp_path / "out"), steps=1)
-    with pytest.raises(BadInput, match="beyond the model's 50 embeddings"):
+    with pytest.raises(BadInput, match="beyond its 50 embeddings"):
         rloo.main(args)
 
 
