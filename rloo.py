@@ -365,6 +365,7 @@ def main(args: Args) -> list[dict]:
         if step == steps or args.eval_every and step % args.eval_every == 0:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
             values |= scored
+        run.check(values)
         run.write(values, answers, texts)
         run.show(f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}")
 

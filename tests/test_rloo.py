@@ -337,6 +337,12 @@ def test_lr_zero_changes_nothing(run):
     assert all(history[0][name] == history[1][name] for name in history[0] if name != "step")
 
 
+def test_a_last_update_into_nowhere_saves_no_model(args):
+    with pytest.raises(refcache.Diverged, match="step 1: .*eval_kl is nan"):
+        main(replace(args, lr=1e30, steps=1, warmup=0.0))
+    assert not list(Path(args.out).glob("*.safetensors"))
+
+
 def test_beta_0_loads_no_reference_and_has_no_kl(run, monkeypatch):
     loaded = []
     monkeypatch.setattr(refcache, "load_model", lambda *a, real=refcache.load_model, **k: loaded.append(a) or real(*a, **k))
