@@ -278,7 +278,7 @@ def main(args: Args) -> list[dict]:
     if run.finished:
         return run.history
 
-    policy, reference = load_references(args, tokenizer, groups(train + held), device)
+    policy, reference = load_references(run, tokenizer, groups(train + held), device)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], weight_decay=args.weight_decay, fused=device == "cuda")
     run.restore(policy, optimizer, reference)
     if not run.done:

@@ -297,7 +297,7 @@ def main(args: Args) -> list[dict]:
     if run.finished:
         return run.history
 
-    policy, reference = load_references(args, tokenizer, asked(train + held, args), device)
+    policy, reference = load_references(run, tokenizer, asked(train + held, args), device)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], weight_decay=args.weight_decay, fused=device == "cuda")
     run.restore(policy, optimizer, reference)
     if not run.done:

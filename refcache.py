@@ -19,7 +19,6 @@ import hashlib
 import io
 import json
 import math
-import operator
 import os
 import pickle
 import random
@@ -35,7 +34,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +42,10 @@ import torch
 import torch.nn.functional as F
 from filelock import FileLock  # comes with torch
 from safetensors.torch import load_file, save_file  # comes with transformers
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, GenerationConfig, set_seed
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -152,16 +152,17 @@ def lay_out_shared(groups: list[Group], device):
 def lay_out_padded(groups: list[Group], device):
     """The same as an ordinary batch, one right-padded row a completion: exact for every causal model."""
     rows = [(prompt, y) for prompt, completions in groups for y in completions]
-    longest = max(len(prompt) + len(y) for prompt, y in rows)
-    ids, mask = torch.zeros(2, len(rows), longest, dtype=torch.long)  # (B, T) each
-    sources, targets = [], []
-    for i, (prompt, y) in enumerate(rows):
-        n = len(prompt) + len(y)
-        ids[i, :n], mask[i, :n] = torch.tensor(prompt + y), 1
-        sources += range(i * longest + len(prompt) - 1, i * longest + n - 1)  # the shift by one
-        targets += y
-    inputs = dict(input_ids=ids.to(device), attention_mask=mask.to(device))
-    return inputs, torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+    ids, mask = pad([prompt + y for prompt, y in rows], "right", device)
+    sources = [i * ids.shape[1] + t for i, (prompt, y) in enumerate(rows) for t in range(len(prompt) - 1, len(prompt) + len(y) - 1)]  # the shift by one
+    targets = [token for _, y in rows for token in y]
+    return dict(input_ids=ids, attention_mask=mask), torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+
+
+def pad(rows: list[tuple], side: str, device, value: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask of an ordinary batch, (B, longest) each."""
+    ids = [torch.tensor(row) for row in rows]
+    mask = [torch.ones_like(row) for row in ids]
+    return tuple(pad_sequence(x, True, v, side).to(device) for x, v in ((ids, value), (mask, 0)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,15 +229,19 @@ def autocast(model, dtype: str):
 
 def micro_batches(model, groups: list[Group], tokens_per_forward: int) -> list[list[int]]:
     """Packs groups into forwards of at most tokens_per_forward tokens, padding included: lists of indices, longest first."""
-    shared = not share_prompts(model)
+    if why_not_shared(model):  # why not: then rows are padded
+        return pack([max(len(p) + len(y) for y in ys) for p, ys in groups], tokens_per_forward, [len(ys) for _, ys in groups])
+    return pack([len(p) + sum(map(len, ys)) for p, ys in groups], tokens_per_forward)
+
+
+def pack(sizes: list[int], most: int, rows: list[int] | None = None) -> list[list[int]]:
+    """Indices, in batches of at most `most` tokens, largest first. With `rows` each has so many, padded to the first of its batch."""
     batches, load = [], 0
-    size = [len(prompt) + (sum if shared else max)(map(len, completions)) for prompt, completions in groups]
-    for i in sorted(range(len(groups)), key=lambda i: -size[i]):
-        rows = 1 if shared else len(groups[i][1])
-        cost = rows * (size[i] if shared or not batches else size[batches[-1][0]])  # padded to the batch's first
-        if not batches or load + cost > tokens_per_forward:
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        cost = rows[i] * sizes[batches[-1][0] if batches else i] if rows else sizes[i]
+        if not batches or load + cost > most:
             batches.append([])
-            load, cost = 0, rows * size[i]
+            load, cost = 0, rows[i] * sizes[i] if rows else sizes[i]
         batches[-1].append(i)
         load += cost
     return batches
@@ -249,29 +254,28 @@ def base_model(model):
 
 def _forward(model, groups: list[Group], lay_out=None, temperature=1.0) -> list[list[torch.Tensor]]:
     core = base_model(model)
-    lay_out = lay_out or (lay_out_padded if share_prompts(model) else lay_out_shared)
+    lay_out = lay_out or (lay_out_padded if why_not_shared(model) else lay_out_shared)
     inputs, sources, targets = lay_out(groups, core.get_input_embeddings().weight.device)
     hidden = core.get_decoder()(**inputs, use_cache=False)[0].flatten(0, 1)  # (T, H)
     hidden = hidden.index_select(0, sources)  # (N, H): only what predicts a completion token meets the head
     logps = []
     for h, y in zip(hidden.split(HEAD_ROWS), targets.split(HEAD_ROWS)):
         # checkpointed: the backward computes these logits again, so that (N, V) never exists
-        logps.append(checkpoint(_token_logps, core, h, y, temperature, use_reentrant=False) if h.requires_grad
-                     else _token_logps(core, h, y, temperature))
+        logps.append(checkpoint(_token_logps, core, h, y, temperature, use_reentrant=False))
     logps = iter(torch.cat(logps).split([len(y) for _, completions in groups for y in completions]))
     return [[next(logps) for _ in completions] for _, completions in groups]
 
 
 def _token_logps(core, hidden, targets, temperature):  # (n, H), (n,) -> (n,)
     scale, cap = core.logit_scale_and_cap
-    # the head is called as a module: `head.weight` would miss a LoRA adapter, a bias, and the other shards
+    # the head is called as a module: `head.weight` would miss a LoRA adapter and a bias
     logits = core.get_output_embeddings()(hidden).float() * scale  # (n, V), the expensive thing
     if cap:
         logits = cap * torch.tanh(logits / cap)
     return -F.cross_entropy(logits / temperature, targets, reduction="none")
 
 
-def share_prompts(model) -> str:
+def why_not_shared(model) -> str:
     """Turns prompt sharing on if that leaves this model's log-probs unchanged. Returns "" if so, else why not.
 
     Decided by evidence, once for a loaded model: what its config says of its layers, then a probe that compares flat
@@ -288,7 +292,7 @@ def share_prompts(model) -> str:
 
 @contextmanager
 def eval_mode(model):
-    """For a probe, which dropout would fail, and for generate(), whose cache checkpointed layers would ignore."""
+    """No dropout and no checkpointed layers, which would ignore a cache: for whatever is not a training step."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -308,18 +312,15 @@ def _probe(core) -> tuple[tuple[float, float | None], str]:
     ids = torch.linspace(1, config.vocab_size - 1, 24).long().tolist()
     prompt, first, second = tuple(ids[::3]), tuple(ids[1::3]), tuple(ids[2::3][:5])
     groups = [(prompt, [first, second])]
-    logits = [core(input_ids=torch.tensor([prompt + y], device=device), use_cache=False).logits[0, len(prompt) - 1:-1]
-              for y in (first, second)]  # the model's own word, one forward a sequence: (len(y), V) each
-    truth = [F.log_softmax(x.float(), -1).gather(1, torch.tensor(y, device=device)[:, None])[:, 0]
-             for x, y in zip(logits, (first, second))]
+    truth = [-F.cross_entropy(core(input_ids=torch.tensor([prompt + y], device=device), use_cache=False).logits[0, len(prompt) - 1:-1].float(),
+                              torch.tensor(y, device=device), reduction="none") for y in (first, second)]  # its own word, one forward a sequence
 
     def error(lay_out):
         return max((a - b).abs().max().item() for a, b in zip(truth, _forward(core, groups, lay_out)[0]))
 
-    def lay_out_blind(*groups_and_device):  # the same row, but its attention is told nothing
-        inputs, sources, targets = lay_out_shared(*groups_and_device)
-        del inputs["spans"]
-        return inputs, sources, targets
+    def lay_out_blind(groups, device):  # the same row, but its attention is told nothing
+        inputs, *places = lay_out_shared(groups, device)
+        return inputs | {"spans": None}, *places
 
     # what stands between head and logits: the config's softcap and one of its factors, whichever the logits confirm
     cap = getattr(config, "final_logit_softcapping", None)
@@ -357,32 +358,28 @@ def _probe(core) -> tuple[tuple[float, float | None], str]:
 
 @torch.no_grad()
 def sample(model, tokenizer, prompts: list[tuple], k: int, rng: np.random.Generator, args,
-           temperature=1.0, top_p=1.0, top_k=0, rollout_tokens=65536) -> tuple[list[list[tuple]], float | None]:
+           temperature=1.0, top_p=1.0, top_k=0, rollout_tokens=65536) -> tuple[list[list[tuple]], float]:
     """k completions of each prompt, token ids with the stop token; and the mean entropy of what their tokens were drawn from, in nats.
 
     From the model's own distribution, nothing cut off, whatever its generation config says; temperature 0 is greedy. Every prompt
     goes through the model once, then its cache is expanded to k rows. Sample i of prompt b draws its t-th token with the uniform
     number u[b, i, t] of `rng`: how prompts are batched (rollout_tokens places in a cache) or padded changes no sample.
-    args: max_new_tokens, and dtype of the forwards. A model whose cache cannot be expanded encodes every prompt k times, by
-    transformers' generate(), and says so; its entropy is None.
+    args: max_new_tokens, and dtype of the forwards. A model whose cache cannot be expanded encodes every prompt k times, in
+    transformers' generate(), and says so.
     """
     u = torch.from_numpy(rng.random((len(prompts), k, args.max_new_tokens))).to(model.device)
     core, ends = base_model(model), torch.tensor(sorted(stop_tokens(model, tokenizer)), dtype=torch.long, device=model.device)
     check_rows(core, ((len(prompt) + args.max_new_tokens, max(prompt)) for prompt in prompts))
-    places = [k * (len(prompt) + args.max_new_tokens) for prompt in prompts]
-    chunks, completions, entropies = [], [None] * len(prompts), []
-    for b in sorted(range(len(prompts)), key=lambda b: -places[b]):  # the longest of a chunk is its first, to which the others are padded
-        if not chunks or (len(chunks[-1]) + 1) * places[chunks[-1][0]] > rollout_tokens:
-            chunks.append([])
-        chunks[-1].append(b)
+    chunks = pack([len(prompt) + args.max_new_tokens for prompt in prompts], rollout_tokens, [k] * len(prompts))
+    completions, entropies = [None] * len(prompts), []
     with eval_mode(model), autocast(model, args.dtype):
-        decode = _generate if cannot_expand(core) else _decode
+        decode = _generate if why_not_expanded(core) else _decode
         for chunk in tqdm(chunks, desc="sample", leave=False, disable=len(chunks) < 2):
             rows, entropy = decode(core, [prompts[b] for b in chunk], u[chunk], ends, temperature, top_p, top_k)
             entropies += entropy
             for n, b in enumerate(chunk):
                 completions[b] = rows[n * k:n * k + k]
-    return completions, torch.cat(entropies).mean().item() if entropies else None
+    return completions, torch.cat(entropies).mean().item() if entropies else 0.0
 
 
 def stop_tokens(model, tokenizer) -> set[int]:
@@ -394,18 +391,18 @@ def stop_tokens(model, tokenizer) -> set[int]:
 def _decode(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, *choice) -> tuple[list[tuple], list[torch.Tensor]]:
     """The sampling loop. u (B, k, T) uniform numbers -> B·k completions, and the entropy at each of their tokens."""
     B, k, T = u.shape
-    ids, mask = _pad_left(prompts, core.device)  # (B, longest)
+    ids, mask = pad(prompts, "left", core.device)  # (B, longest)
     cache = DynamicCache(config=core.config.get_text_config())
     places = (mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts nobody
     logits = core(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     cache.batch_repeat_interleave(k)  # the prompts' keys and values, computed once, for k rows
     logits, mask, place, u = *(x.repeat_interleave(k, 0) for x in (logits[:, -1], mask, places[:, -1:])), u.flatten(0, 1)
     rows, alive = torch.arange(B * k, device=core.device), torch.ones(B * k, dtype=torch.bool, device=core.device)
-    tokens, entropies, lengths = torch.zeros(B * k, T, dtype=torch.long, device=core.device), [], torch.full((B * k,), T, device=core.device)
+    tokens, entropies = torch.zeros(B * k, T, dtype=torch.long, device=core.device), torch.zeros(B * k, T, device=core.device)
+    lengths = torch.full((B * k,), T, device=core.device)
     for t in range(T):
         token, entropy = draw(logits, u[rows, t], *choice)
-        tokens[rows, t] = token
-        entropies.append(entropy[alive])
+        tokens[rows, t], entropies[rows, t] = token, entropy
         ended = alive & torch.isin(token, ends)
         lengths[rows[ended]] = t + 1
         alive &= ~ended
@@ -417,7 +414,8 @@ def _decode(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, *ch
             rows, token, mask, place, alive = rows[stay], token[stay], mask[stay], place[stay], alive[stay]
         mask, place = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), place + 1
         logits = core(input_ids=token[:, None], attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True).logits[:, -1]
-    return [tuple(row[:n]) for row, n in zip(tokens.tolist(), lengths.tolist())], entropies
+    lengths = lengths.tolist()
+    return [tuple(row[:n]) for row, n in zip(tokens.tolist(), lengths)], [row[:n] for row, n in zip(entropies, lengths)]
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -436,29 +434,26 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_
     return token.clamp(max=probs.shape[-1] - 1), -torch.special.xlogy(probs, probs).sum(-1)
 
 
-def _generate(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, temperature, top_p, top_k) -> tuple[list[tuple], list]:
+def _generate(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, *choice) -> tuple[list[tuple], list[torch.Tensor]]:
     """The same by transformers' generate(), k rows a prompt, for caches that cannot be expanded."""
-    ids, mask = _pad_left([prompt for prompt in prompts for _ in range(u.shape[1])], core.device)
-    choice = dict(do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p) if temperature else dict(do_sample=False)
-    config = GenerationConfig(**choice, max_new_tokens=u.shape[2], eos_token_id=ends.tolist() or None, pad_token_id=0)
+    ids, mask = pad([prompt for prompt in prompts for _ in range(u.shape[1])], "left", core.device)
+    u, stop, entropies = u.flatten(0, 1), set(ends.tolist()), []
+
+    def ours(_, logits):  # all but the token that we draw becomes impossible, so that generate()'s greedy choice is ours
+        token, entropy = draw(logits, u[:, len(entropies)], *choice)
+        entropies.append(entropy)
+        return torch.full_like(logits, -math.inf).scatter(1, token[:, None], 0.0)
+    config = GenerationConfig(do_sample=False, max_new_tokens=u.shape[1], eos_token_id=ends.tolist() or None, pad_token_id=0)
     own, core.generation_config = core.generation_config, GenerationConfig()  # or generate() would take from it what `config` leaves open
     try:
-        with torch.random.fork_rng():
-            torch.manual_seed(int(u[0, 0, 0] * 2**53))
-            new = core.generate(input_ids=ids, attention_mask=mask, generation_config=config)[:, ids.shape[1]:].tolist()
+        new = core.generate(input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=[ours])[:, ids.shape[1]:].tolist()
     finally:
         core.generation_config = own
-    stop = set(ends.tolist())
-    return [tuple(y[:next((t + 1 for t, token in enumerate(y) if token in stop), len(y))]) for y in new], []
+    rows = [tuple(y[:next((t + 1 for t, token in enumerate(y) if token in stop), len(y))]) for y in new]
+    return rows, [entropy[:len(y)] for entropy, y in zip(torch.stack(entropies, dim=1), rows)]
 
 
-def _pad_left(prompts: list[tuple], device) -> tuple[torch.Tensor, torch.Tensor]:  # (B, longest) each
-    pads = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
-    return tuple(torch.tensor(x, device=device) for x in (
-        [[0] * n + [*prompt] for n, prompt in zip(pads, prompts)], [[0] * n + [1] * len(prompt) for n, prompt in zip(pads, prompts)]))
-
-
-def cannot_expand(core) -> str:
+def why_not_expanded(core) -> str:
     """Why this model's cache cannot be expanded to k rows; "" if it can. Decided once a model, by a small trial of the sampling loop,
     with padding and with rows that leave: the entropies must be those of one forward a row."""
     if not hasattr(core, "why_not_expanded"):
@@ -469,13 +464,9 @@ def cannot_expand(core) -> str:
                 raise CannotShare("its layers keep a state that is not a cache of keys and values")
             rows, _ = _decode(core, prompts, u, torch.empty(0, dtype=torch.long, device=core.device))
             rows, entropies = _decode(core, prompts, u, torch.tensor([rows[0][0], rows[4][0]], device=core.device))
-            truth = []
-            for i, y in enumerate(rows):
-                x = prompts[i // 3]
-                logits = core(input_ids=torch.tensor([x + y], device=core.device), use_cache=False).logits[0, len(x) - 1:-1]
-                truth.append(draw(logits, u[i // 3, i % 3, :len(y)])[1].tolist())
-            truth = torch.tensor([row[t] for t in range(4) for row in truth if t < len(row)], device=core.device)
-            gap = (torch.cat(entropies) - truth).abs().max().item()
+            logits = [core(input_ids=torch.tensor([prompts[i // 3] + y], device=core.device), use_cache=False).logits[0, -len(y) - 1:-1]
+                      for i, y in enumerate(rows)]
+            gap = (torch.cat(entropies) - torch.cat([draw(x, u.new_zeros(len(x)))[1] for x in logits])).abs().max().item()
             if not gap < (1e-4 if core.dtype == torch.float32 and not torch.is_autocast_enabled(core.device.type) else 0.1):
                 raise CannotShare(f"it changed an entropy by {gap:.1g} nats")
             core.why_not_expanded = ""
@@ -494,15 +485,14 @@ class ReferenceCache(Mapping):
 
     Exact, because the boundary is part of the key. `header` says what the numbers belong to (builtin types only, such as
     reference=checkpoint_digest(path), tokenizer=tokenizer_digest(tokenizer), dtype="float32"): a file with another header
-    is refused. In memory 8 bytes a token for the key (its ints are shared) and 4 for the value; on disk 4 and 4.
+    is refused. In memory 8 bytes a token for the key (its ints are shared, and its prompt by its completions) and 4
+    for the value; on disk 4 and 4.
     """
 
-    FORMAT = 1
-
     def __init__(self, **header):
-        self.header = dict(format=self.FORMAT, **header)
+        self.header = dict(format=1, **header)
         self._logps: dict[tuple[tuple, tuple], bytes] = {}
-        self._file_seen = None  # what the file on disk was when we last read or wrote it
+        self._seen = None  # the version of the file that we last read or wrote
 
     def __len__(self):
         return len(self._logps)
@@ -533,13 +523,11 @@ class ReferenceCache(Mapping):
         bar = tqdm(total=sum(map(_tokens, plan)), desc="reference", unit="tok", unit_scale=True, leave=bool(path),
                    delay=0 if path else 2)  # between training steps only a long pass is worth a bar
         try:
-            while plan:
-                batch = plan.pop(0)
+            for batch in plan:
                 if not self._score(model, batch, dtype, tokens_per_forward, temperature):
-                    tokens_per_forward = min(tokens_per_forward, _tokens(batch)) // 2
-                    tqdm.write(f"out of memory in the reference pass: going on with {tokens_per_forward} tokens a forward")
-                    plan = self._plan(model, keys, tokens_per_forward)
-                    continue
+                    half = min(tokens_per_forward, _tokens(batch)) // 2
+                    tqdm.write(f"out of memory in the reference pass: going on with {half} tokens a forward")
+                    return self.score(model, groups, half, path, save_every, dtype, temperature)
                 bar.update(_tokens(batch))
                 if path and time.monotonic() - saved > save_every:
                     self.save(path)
@@ -552,8 +540,8 @@ class ReferenceCache(Mapping):
     def _plan(self, model, keys, tokens_per_forward) -> list[list[Group]]:
         """The forwards of a pass. Groups are laid out over all keys, known or not, and forwards are filled one after the other:
         a pass that was killed goes on with the forwards that it lacks, and ends with the same bits."""
-        groups = [(p, [y for y in ys if (p, y) not in self._logps]) for p, ys in _gather(keys, tokens_per_forward)]
-        groups = [group for group in groups if group[1]]
+        groups = [(p, [y for y in ys if (p, y) not in self._logps]) for p, ys in _by_prompt(keys, tokens_per_forward)]
+        groups = [group for group in groups if group[1]]  # only now: what is known must not change how the rest is grouped
         return [[groups[i] for i in batch] for batch in micro_batches(model, groups, tokens_per_forward)]
 
     @torch.no_grad()
@@ -578,9 +566,9 @@ class ReferenceCache(Mapping):
         """Writes a pickle of builtin types, whole or not at all; what another job has saved there meanwhile is kept."""
         path = Path(path)
         with FileLock(f"{path}.lock"):
-            if _identity(path) not in (None, self._file_seen):
+            if path.exists() and _version(path) != self._seen:
                 self.load(path)
-            groups = _gather(self._logps, np.inf)
+            groups = _by_prompt(self._logps, np.inf)
             completions = [y for _, ys in groups for y in ys]
             body = dict(
                 header=json.dumps(self.header, sort_keys=True).encode(),
@@ -589,19 +577,19 @@ class ReferenceCache(Mapping):
                 tokens=_pack(np.uint32, chain.from_iterable(chain(p, *ys) for p, ys in groups)),
                 logps=b"".join(self._logps[p, y] for p, ys in groups for y in ys))
             write_whole(path, pickle.dumps(dict(body, checksum=_checksum(body)), protocol=4))
-            self._file_seen = _identity(path)
+            self._seen = _version(path)
 
     def load(self, path):
         """Adds the entries of a file. Runs nothing that the file holds. Raises BadInput if it is damaged or another's."""
-        identity, data = _identity(path), Path(path).read_bytes()
+        version, data = _version(path), Path(path).read_bytes()
         try:
             body = _Builtins(io.BytesIO(data)).load()
             if body.pop("checksum") != _checksum(body):
                 raise ValueError("its checksum does not match")
             header = json.loads(body["header"])
             prompts, counts, lengths, tokens = (np.frombuffer(body[k], np.uint32) for k in ("prompts", "counts", "completions", "tokens"))
-            if tokens.size and tokens.max() >= 2**24 or header["format"] != self.FORMAT:
-                raise ValueError("it has another format")
+            if tokens.size and tokens.max() >= 2**31:
+                raise ValueError("it has impossible tokens")
             if [len(tokens), len(body["logps"]), len(prompts), len(lengths)] != \
                     [prompts.sum() + lengths.sum(), 4 * lengths.sum(), len(counts), counts.sum()]:
                 raise ValueError("its lengths do not add up")
@@ -611,25 +599,14 @@ class ReferenceCache(Mapping):
             if header.get(name) != mine:
                 raise BadInput(f"{path} was made with {name} {header.get(name)}, but this run has {name} {mine}: "
                                "delete the file or name another with --ref_cache")
-        collecting = gc.isenabled()
-        gc.disable()  # it would walk over the growing millions again and again
-        try:
-            known = np.flatnonzero(np.bincount(tokens))
-            table = np.empty(2**24, object)  # id -> the int object that all keys share
-            table[known] = shared_ints(known.tolist())
-            flat = tuple(table[tokens].tolist())
-            lengths, at, value = iter(lengths.tolist()), 0, 0
-            for prompt_length, count in zip(prompts.tolist(), counts.tolist()):
-                prompt = flat[at:at + prompt_length]
-                at += prompt_length
-                for _ in range(count):
-                    n = next(lengths)
-                    self._logps.setdefault((prompt, flat[at:at + n]), body["logps"][4 * value:4 * (value + n)])
-                    at, value = at + n, value + n
-        finally:
-            if collecting:
-                gc.enable()
-        self._file_seen = identity
+        known, at = np.unique(tokens, return_inverse=True)
+        ids = iter(np.array(shared_ints(known.tolist()), object)[at].tolist())  # the int objects that all keys share
+        lengths, values = iter(lengths.tolist()), io.BytesIO(body["logps"])
+        for prompt_length, count in zip(prompts.tolist(), counts.tolist()):
+            prompt = tuple(islice(ids, prompt_length))
+            for n in islice(lengths, count):
+                self._logps.setdefault((prompt, tuple(islice(ids, n))), values.read(4 * n))
+        self._seen = version
 
 
 class _Builtins(pickle._Unpickler):  # the one in Python: the C one allocates what a hostile file claims to hold
@@ -642,15 +619,14 @@ _INTS: dict[int, int] = {}
 
 def shared_ints(ids: Iterable[int]) -> tuple[int, ...]:
     """A tuple of token ids that are the same objects everywhere: 8 bytes a token where fresh ints take 36."""
-    shared = tuple(_INTS.setdefault(i, i) for i in ids)
-    return ids if isinstance(ids, tuple) and all(map(operator.is_, ids, shared)) else shared
+    return tuple(_INTS.setdefault(i, i) for i in ids)
 
 
 def _tokens(batch: list[Group]) -> int:
     return sum(len(prompt) + sum(map(len, completions)) for prompt, completions in batch)
 
 
-def _gather(keys: Iterable[tuple[tuple, tuple]], most: float) -> list[Group]:
+def _by_prompt(keys: Iterable[tuple[tuple, tuple]], most: float) -> list[Group]:
     """Completions of one prompt become one group, or several if they have more than `most` tokens."""
     open_groups, groups = {}, []
     for prompt, y in keys:
@@ -667,18 +643,13 @@ def _pack(dtype, numbers: Iterable) -> bytes:
     return np.fromiter(numbers, dtype).tobytes()
 
 
+def _version(path) -> tuple:
+    stat = os.stat(path)
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 def _checksum(body: dict) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(body):
-        digest.update(f"{name} {len(body[name])} ".encode())
-        digest.update(body[name])
-    return digest.hexdigest()
-
-
-def _identity(path):
-    with suppress(FileNotFoundError):
-        stat = os.stat(path)
-        return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return hashlib.sha256(b"".join(body[name] for name in sorted(body))).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -695,22 +666,15 @@ class Swap:
 
     def __init__(self, policy, reference=None):
         self.policy, self.ours = policy, [p for p in policy.parameters() if p.requires_grad]  # tied ones come once
-        self.theirs = [self._host(p) for p in matching_weights(policy, reference or policy)]
+        self.theirs = [torch.empty_like(r, device="cpu", pin_memory=p.is_cuda).copy_(r.detach())  # pinned if the policy is on a GPU
+                       for r, p in zip(matching_weights(policy, reference or policy), self.ours)]
         self.saved = [torch.empty_like(r, pin_memory=r.is_pinned()) for r in self.theirs]
-
-    @staticmethod
-    def _host(weight):
-        weight = _local(weight)
-        return torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight)
 
     @torch.no_grad()
     def _put(self, source, keep=()):
-        for module in self.policy.modules():  # FSDP2 would go on with the gathered copy of the old weights
-            if hasattr(module, "reshard"):
-                module.reshard()
-        for weight, saved in zip(map(_local, self.ours), keep):
+        for weight, saved in zip(self.ours, keep):
             saved.copy_(weight, non_blocking=True)
-        for weight, new in zip(map(_local, self.ours), source):
+        for weight, new in zip(self.ours, source):
             weight.copy_(new, non_blocking=True)  # in stream order: after its old value left
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -726,7 +690,7 @@ class Swap:
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
         for r, p in zip(self.theirs, self.ours):
-            r.lerp_(_local(p).to(r), mix)
+            r.lerp_(p.to(r), mix)
 
 
 class Live(Swap):
@@ -746,10 +710,6 @@ class Live(Swap):
 MEANINGLESS = "_name_or_path architectures dtype initializer_range max_position_embeddings max_window_layers transformers_version use_cache".split()
 
 
-def _local(weight):
-    return getattr(weight, "_local_tensor", weight).detach()  # under FSDP2 this rank's shard
-
-
 def matching_weights(policy, reference) -> list:
     """The reference's weights under the names of those that train in the policy. Raises BadInput if names, shapes or what the
     config makes of them differ: an untied head would stay behind, and another rope_theta makes another model of the same weights."""
@@ -765,9 +725,10 @@ def matching_weights(policy, reference) -> list:
 def reference_window(step: int, steps: int, args) -> range:
     """The steps, this one (from 1) among them, that one swap scores: --ref_ahead of them, but not past a move of the reference.
     A function of the step alone, so that a resumed run scores the same steps together again."""
-    moved = step - 1 - (step - 1) % (args.sync_reference or steps)  # steps before the reference's last move
+    period = args.sync_reference or steps
+    moved = (step - 1) // period * period  # steps before the reference's last move
     first = step - (step - 1 - moved) % args.ref_ahead
-    return range(first, min(first + args.ref_ahead, moved + (args.sync_reference or steps) + 1, steps + 1))
+    return range(first, min(first + args.ref_ahead, moved + period + 1, steps + 1))
 
 
 def reference_logprobs(reference, groups: list[Group], args) -> Mapping | None:
@@ -848,26 +809,21 @@ def tokenizer_digest(tokenizer) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:32]
 
 
-def check_vocabulary(tokenizer, name: str):
-    """Refuses a reference whose own tokenizer, if it has one, means something else by the same ids."""
-    if find(name, "tokenizer_config.json") and tokenizer_digest(load_tokenizer(name)[0]) != tokenizer_digest(tokenizer):
-        raise BadInput(f"the tokenizer of {name} is not the policy's, so their token ids mean different things: name another --ref_model")
-
-
 def load_model(name: str, device: str, trainable: bool = False):
-    """A checkpoint in float32 and in eval mode, for good: dropout would add noise to every log-ratio. An adapter comes on its base."""
+    """A checkpoint in float32 and in eval mode: dropout would add noise to every log-ratio. An adapter comes on its base."""
     if not (base := adapter_base(name)):
         model = from_checkpoint(AutoModelForCausalLM, name, "a language model")
         model.saved_dtype = model.dtype  # in which save_model writes it
         return model.float().to(device).eval()
-    peft, model = import_peft(), load_model(base, device)
+    with refusing("LoRA adapters need `pip install peft`"):
+        import peft
+    model = load_model(base, device)
     if not find(name, "adapter_model.safetensors"):
         raise BadInput(f"cannot load the adapter {name}: it has no adapter_model.safetensors")
     with refusing(f"cannot load the adapter {name}"):
         adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=trainable, autocast_adapter_dtype=False)
     if adapted.active_peft_config.is_prompt_learning:
         raise BadInput(f"cannot load the adapter {name}: it is no LoRA adapter but a learned prompt, which lies outside of the model's layers")
-    adapted.saved_dtype = model.saved_dtype
     return adapted.float().to(device).eval()
 
 
@@ -884,30 +840,22 @@ def load_policy(args, device: str):
     """The model that trains: all of --model; with --lora_r a new adapter over it (LoRA, arXiv:2106.09685); or the adapter it is."""
     policy = load_model(args.model, device, trainable=True)
     if args.lora_r:
-        peft, dtype = import_peft(), policy.saved_dtype
+        with refusing("LoRA adapters need `pip install peft`"):
+            import peft
         target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
         config = peft.LoraConfig(task_type="CAUSAL_LM", r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
                                  lora_dropout=args.lora_dropout, target_modules=target)
         with refusing(f"--lora_target {args.lora_target}"):  # no such layers
             policy = peft.get_peft_model(policy, config).eval()
-        policy.saved_dtype = dtype
     for name, module in policy.named_modules():
         if ".lora_dropout" in name:
             module.train()  # the one dropout there is; eval_mode turns it off for whatever is not a training step
     if args.gradient_checkpointing:
         checkpoint_layers(base_model(policy))
-    why_not, trains = share_prompts(policy), sum(p.numel() for p in policy.parameters() if p.requires_grad)
+    why_not, trains = why_not_shared(policy), sum(p.numel() for p in policy.parameters() if p.requires_grad)
     print(f"policy: {sum(p.numel() for p in policy.parameters()):,} parameters, {trains:,} of them in training, on {device}, {args.dtype} "
           "forwards, " + (f"padded rows because {why_not}" if why_not else "every prompt encoded once, no padding"))
     return policy
-
-
-def import_peft():
-    try:
-        import peft
-        return peft
-    except ImportError:
-        raise BadInput("LoRA adapters need `pip install peft`") from None
 
 
 def checkpoint_layers(model, use_reentrant: bool = False):
@@ -1050,13 +998,14 @@ def check_args(args, positive: str, *rules: tuple[bool, str]):
             raise BadInput(sentence)
 
 
-def load_references(args, tokenizer, asked: list[Group], device: str):
-    """Policy and reference. A cache is filled first, and its model gone when the policy comes: there are never two in memory."""
-    reference, other = None, args.ref_model if args.ref_model != args.model else None
-    if other:
-        check_vocabulary(tokenizer, other)
+def load_references(run: "Run", tokenizer, asked: list[Group], device: str):
+    """Policy and reference. With a cache there are never two models in memory: it is filled first, and its model gone when the policy comes."""
+    args, reference = run.args, None
+    other = args.ref_model if args.ref_model != args.model else None
+    if other and find(other, "tokenizer_config.json") and tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer):
+        raise BadInput(f"the tokenizer of {other} is not the policy's, so their token ids mean different things: name another --ref_model")
     if args.ref == "cache":
-        reference = fill_cache(args, tokenizer, asked, device)
+        reference = fill_cache(args, checkpoint_digest(other) if other else run.identity["weights"], tokenizer, asked, device)
     policy = load_policy(args, device)
     if args.ref in ("swap", "adapter"):
         reference = Swap(policy, load_model(other, "cpu") if other else None)
@@ -1065,14 +1014,15 @@ def load_references(args, tokenizer, asked: list[Group], device: str):
     return policy, reference
 
 
-def fill_cache(args, tokenizer, asked: list[Group], device: str) -> ReferenceCache:
+def fill_cache(args, digest: str, tokenizer, asked: list[Group], device: str) -> ReferenceCache:
     """The reference's log-probs of all groups: from the file, and for the rest from the model, which is gone afterwards."""
-    reference = ReferenceCache(reference=checkpoint_digest(args.ref_model), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
+    reference = ReferenceCache(reference=digest, tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
     try:
         Path(args.ref_cache).parent.mkdir(parents=True, exist_ok=True)
         if Path(args.ref_cache).exists():
             reference.load(args.ref_cache)
-        reference.save(args.ref_cache)  # at the door, not after the pass: can it be written?
+        else:
+            reference.save(args.ref_cache)  # at the door, not after the pass: can it be written?
     except OSError as error:
         raise BadInput(f"cannot read and write --ref_cache {args.ref_cache}: {error}") from None
     try:
@@ -1145,9 +1095,7 @@ class Run:
         for row in rows:
             digest.update(repr(row).encode("utf-8", "backslashreplace"))
         self.identity = {"args": json.loads(json.dumps(asdict(args))), "rows": digest.hexdigest(), "weights": checkpoint_digest(args.model)}
-        random.seed(args.seed)  # for reward functions
-        np.random.seed(args.seed % 2**32)
-        torch.manual_seed(args.seed)
+        set_seed(args.seed % 2**32)  # Python's and numpy's too: for reward functions
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             write_whole(self.out / ".writable", b"")
@@ -1274,11 +1222,10 @@ class Run:
             save_file({name: p.detach().contiguous() for name, p in policy.named_parameters() if p.requires_grad}, saving / "weights.safetensors")
             if self.args.sync_reference:
                 save_file({str(i): w.contiguous() for i, w in enumerate(reference.theirs)}, saving / "reference.safetensors")
-            randoms = {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-            torch.save({"optimizer": optimizer.state_dict(), "random": randoms}, saving / "optimizer.pt")
-            numpy_state = np.random.get_state()
-            state = dict(self.identity, step=step, files={file.name: _file_digest(file) for file in sorted(saving.iterdir())},
-                         python=random.getstate(), numpy=[numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]])
+            kind, keys, *rest = np.random.get_state()
+            torch.save({"optimizer": optimizer.state_dict(), "torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all(),
+                        "python": random.getstate(), "numpy": (kind, keys.tolist(), *rest)}, saving / "optimizer.pt")
+            state = dict(self.identity, step=step, files={file.name: _file_digest(file) for file in sorted(saving.iterdir())})
             (saving / "state.json").write_text(json.dumps(state))
             for file in (*saving.iterdir(), saving, *(self.out / f"{name}.jsonl" for name in self.FILES)):
                 _fsync(file)
@@ -1310,12 +1257,10 @@ class Run:
                     for i, w in enumerate(reference.theirs):
                         w.copy_(kept[str(i)])
             optimizer.load_state_dict(rest["optimizer"])
-            torch.set_rng_state(rest["random"]["torch"])
-            if rest["random"]["cuda"] and torch.cuda.is_available():
-                torch.cuda.set_rng_state_all(rest["random"]["cuda"])
-            version, state, gauss = self.state["python"]
-            random.setstate((version, tuple(state), gauss))
-            np.random.set_state(tuple(self.state["numpy"]))
+            torch.set_rng_state(rest["torch"])
+            torch.cuda.set_rng_state_all(rest["cuda"])
+            random.setstate(rest["python"])
+            np.random.set_state(rest["numpy"])
 
     def finish(self):
         if self.board:
@@ -1385,7 +1330,9 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
                 if line.strip():
                     rows.append((place, json.loads(line)))
         elif path.suffix == ".json":
-            rows = [(f"{source} row {n}", row) for n, row in enumerate(json.loads(text), 1)]
+            if not isinstance(table := json.loads(text), list):
+                raise ValueError("it holds no list of rows")
+            rows = [(f"{source} row {n}", row) for n, row in enumerate(table, 1)]
         elif path.suffix == ".csv":
             reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
             place = f"{source} line 1"
@@ -1468,10 +1415,10 @@ def encode(tokenizer, source: str, parse, max_length: int, truncate: bool) -> li
         texts = [text for where, _, prompt, answers in chunk for text in render(tokenizer, prompt, answers, where)]
         ids = iter(tokenizer(texts, add_special_tokens=False, verbose=False).input_ids)  # or it warns of rows that are dropped below
         for where, row, prompt, answers in chunk:
-            x, *wholes = ((bos if isinstance(prompt, str) else []) + next(ids) for _ in range(1 + len(answers)))
+            start = bos if isinstance(prompt, str) else []  # a truncated prompt keeps it
+            x, *wholes = (start + next(ids) for _ in range(1 + len(answers)))
             ys, problem = [whole[len(x):] for whole in wholes], None
             over = len(x) + max(map(len, ys), default=0) - max_length
-            head = len(bos) if isinstance(prompt, str) else 0  # a truncated prompt keeps its BOS
             if any(whole[:len(x)] != x for whole in wholes):
                 advice = "move its last space to the answer" if isinstance(prompt, str) else "strip the answer's first space or line break"
                 problem = f"dropped because a token spans the end of the prompt ({advice})"
@@ -1480,12 +1427,12 @@ def encode(tokenizer, source: str, parse, max_length: int, truncate: bool) -> li
             elif len(set(map(tuple, ys))) < len(ys):  # a template may leave out what differs, and an EOS may be written or added
                 raise BadInput(f"{where}: both answers are the same tokens, which teaches nothing: remove the row, or mend the template")
             elif over > 0:
-                problem = f"{'truncated' if truncate and over < len(x) - head else 'dropped'}: longer than {max_length} tokens"
+                problem = f"{'truncated' if truncate and over < len(x) - len(start) else 'dropped'}: longer than {max_length} tokens"
             if problem:
                 counts[problem] += 1
                 first.setdefault(problem, where)
             if not problem or problem.startswith("truncated"):
-                kept.append((shared_ints(x[:head] + x[head + max(0, over):]), [shared_ints(y) for y in ys], row | {"prompt": prompt}, where))
+                kept.append((shared_ints(start + x[len(start) + max(0, over):]), [shared_ints(y) for y in ys], row | {"prompt": prompt}, where))
     print(f"{source}: {len(kept)} of {len(rows)} rows" + "".join(f"; {n} {what}, first {first[what]}" for what, n in counts.items()))
     if not kept:
         raise BadInput(f"{source}: no row fits" if rows else f"{source} holds no rows")

@@ -105,8 +105,8 @@ from transformers import AutoModelForSequenceClassification  # noqa: E402
 
 from refcache import (  # noqa: E402
     BadInput, Run, adapter_base, batch_rows, call_scorer, check_args, check_start, command_line, encode, eval_mode, from_checkpoint,
-    generator, hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, reference_logprobs, render,
-    report, sample, save_model, stop_tokens, text_of, with_defaults)
+    generator, hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, pack, pad,
+    reference_logprobs, render, report, sample, save_model, stop_tokens, text_of, with_defaults)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The loss
@@ -150,7 +150,7 @@ def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
 class Rollout(NamedTuple):
     groups: list  # [(prompt, [y_1 .. y_k]), ..]: token ids, a sample with its stop token
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
-    entropy: float | None  # nats a token
+    entropy: float  # nats a token
 
 
 def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Rollout:
@@ -177,20 +177,14 @@ class RewardModel:
         ids = [self.tokenizer(text, add_special_tokens=isinstance(prompt, str)).input_ids for text, prompt in zip(texts, prompts)]
         if not all(0 < len(row) <= self.longest for row in ids):
             raise ValueError(f"a sample is longer than its {self.longest} positions: lower --max_length or --max_new_tokens")
-        order, scores = sorted(range(len(ids)), key=lambda i: -len(ids[i])), [0.0] * len(ids)
-        pad = self.model.config.pad_token_id  # by which the model finds where each row ends; without one rows go alone
+        scores, end = torch.zeros(len(ids)), self.model.config.pad_token_id  # by which the model finds where a row ends: without one they go alone
         self.model.to(self.device)
-        while order:
-            n = 1 if pad is None else max(1, self.tokens_per_forward // len(ids[order[0]]))
-            batch, order = order[:n], order[n:]
-            longest = len(ids[batch[0]])
-            padded = torch.tensor([ids[i] + [pad] * (longest - len(ids[i])) for i in batch], device=self.device)
-            mask = torch.tensor([[1] * len(ids[i]) + [0] * (longest - len(ids[i])) for i in batch], device=self.device)
-            for i, score in zip(batch, self.model(input_ids=padded, attention_mask=mask).logits[:, 0].float().tolist()):
-                scores[i] = score
+        for batch in pack(list(map(len, ids)), 0 if end is None else self.tokens_per_forward, [1] * len(ids)):
+            padded, mask = pad([ids[i] for i in batch], "right", self.device, end or 0)
+            scores[batch] = self.model(input_ids=padded, attention_mask=mask).logits[:, 0].float().cpu()
         self.model.to("cpu")
         torch.cuda.empty_cache()
-        return scores
+        return scores.tolist()
 
 
 def load_rewards(args: Args, device: str) -> list[tuple]:
@@ -253,13 +247,13 @@ def metrics(rollout: Rollout, rewards: torch.Tensor, rho: torch.Tensor | None) -
     known, lengths = rewards[~rewards.isnan()], [len(y) for _, ys in rollout.groups for y in ys]
     same = [row[~row.isnan()] for row in rewards]
     values = {"completions/mean_length": float(np.mean(lengths)),
-              "completions/clipped_ratio": 1 - rollout.ended.float().mean().item(),
+              "completions/clipped_ratio": 1 - rollout.ended.float().mean().item(), "entropy": rollout.entropy,
               "frac_reward_zero_std": float(np.mean([len(row) < 2 or bool((row == row[0]).all()) for row in same]))}
     if len(known):
         values |= {"reward": known.mean().item(), "reward_std": known.std(correction=0).item()}
     if rho is not None:
         values["kl"] = rho.sum().item() / sum(lengths)
-    return values | ({"entropy": rollout.entropy} if rollout.entropy is not None else {})
+    return values
 
 
 @torch.no_grad()
@@ -328,7 +322,7 @@ def main(args: Args) -> list[dict]:
     if run.finished:
         return run.history
 
-    policy, reference = load_references(args, tokenizer, [], device)
+    policy, reference = load_references(run, tokenizer, [], device)
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], weight_decay=args.weight_decay, fused=device == "cuda")
     run.restore(policy, optimizer, reference)
     if not run.done:

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
 import refcache  # noqa: E402
-from refcache import ReferenceCache, completion_logprobs, lay_out_padded, share_prompts, shared_ints  # noqa: E402
+from refcache import ReferenceCache, completion_logprobs, lay_out_padded, why_not_shared, shared_ints  # noqa: E402
 
 
 @dataclass
@@ -52,7 +52,7 @@ def random_llama(args: Args):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_config(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
     print(f"Llama of {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, vocabulary {args.vocab:,}, {model.dtype} on {device}; "
-          f"shared prompts: {share_prompts(model) or 'yes'}")
+          f"shared prompts: {why_not_shared(model) or 'yes'}")
     return model
 
 
@@ -92,7 +92,7 @@ def exactness(args: Args):
     for name in MODELS:
         truth, truth_grad = values_and_gradients(make(name), slow, GROUPS)
         logps, grad = values_and_gradients(model := make(name), completion_logprobs, GROUPS)
-        print(f"| {name} | {'padded' if share_prompts(model) else 'shared'} | {(logps - truth).abs().max():.1e} "
+        print(f"| {name} | {'padded' if why_not_shared(model) else 'shared'} | {(logps - truth).abs().max():.1e} "
               f"| {(grad - truth_grad).abs().max() / truth_grad.abs().max():.1e} |")
 
 

@@ -28,7 +28,7 @@ import tyro
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, StaticCache
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from refcache import _generate, _pad_left, autocast, draw, sample  # noqa: E402
+from refcache import autocast, draw, pad, sample  # noqa: E402
 
 
 @dataclass
@@ -69,7 +69,7 @@ def captured(step, cache):
 def static(model, prompts, u, ends, wrap=lambda step, cache: step, forward=None, temperature=1.0):
     """refcache's loop over a cache of fixed size: the decode step always sees the same tensors."""
     B, k, T = u.shape
-    ids, mask = _pad_left(prompts, model.device)
+    ids, mask = pad(prompts, "left", model.device)
     cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + T)
     places = (mask.cumsum(1) - 1).clamp(min=0)
     mask = torch.cat([mask, torch.ones(B, T, dtype=mask.dtype, device=mask.device)], dim=1)  # what is to come is masked as the future
@@ -94,12 +94,24 @@ def static(model, prompts, u, ends, wrap=lambda step, cache: step, forward=None,
     return [tuple(row[:next((t + 1 for t, x in enumerate(row) if x in stop), T)]) for row in rows]
 
 
+def theirs(ends, args, seed, temperature):
+    """A configuration for what transformers samples."""
+    torch.manual_seed(seed)
+    choice = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0) if temperature else dict(do_sample=False)
+    return GenerationConfig(**choice, max_new_tokens=args.new_tokens, eos_token_id=ends.tolist(), pad_token_id=0)
+
+
+def usual(model, prompts, k, ends, args, seed, temperature):
+    ids, mask = pad([prompt for prompt in prompts for _ in range(k)], "left", model.device)
+    rows = model.generate(input_ids=ids, attention_mask=mask, generation_config=theirs(ends, args, seed, temperature))[:, ids.shape[1]:].tolist()
+    stop = set(ends.tolist())
+    return [tuple(row[:next((t + 1 for t, x in enumerate(row) if x in stop), len(row))]) for row in rows]
+
+
 def continuous(model, prompts, k, ends, args, seed, temperature):
     """Its results come with the prompts' numbers in their names, and in the order in which they ended."""
-    choice = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0) if temperature else dict(do_sample=False)
-    config = GenerationConfig(**choice, max_new_tokens=args.new_tokens, eos_token_id=ends.tolist(), pad_token_id=0)
+    config = theirs(ends, args, seed, temperature)
     config.num_return_sequences = k  # not in the constructor, which refuses it to greedy sampling
-    torch.manual_seed(seed)
     found = model.generate_batch([list(p) for p in prompts], generation_config=config, progress_bar=False)
     number = {}
     for name in found:
@@ -133,7 +145,7 @@ def main(args: Args):
             if way == "continuous":
                 return continuous(model, prompts, args.k, ends, args, seed, temperature)
             if way == "usual":
-                rows = _generate(model, prompts, u, ends, temperature, 1.0, 0)[0]
+                rows = usual(model, prompts, args.k, ends, args, seed, temperature)
             else:
                 how = dict(static={}, compiled=dict(forward=fast), graph=dict(wrap=captured))[way]
                 rows = static(model, prompts, u, ends, temperature=temperature, **how)

@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from refcache import (
-    HEAD_ROWS, SHARED, BadInput, checkpoint_layers, completion_logprobs, context_length, micro_batches, share_prompts,
+    HEAD_ROWS, SHARED, BadInput, checkpoint_layers, completion_logprobs, context_length, micro_batches, why_not_shared,
     shared_prompt_attention)
 
 P, Q, R = (5, 17, 90, 3, 41, 8, 66), (9, 9, 31), (77,)
@@ -35,7 +35,7 @@ def values_and_gradients(model, function, groups):
 
 
 def assert_exact(model, groups, **knobs):
-    share_prompts(model)  # first: it also gives Gemma-2 back the softcap that sdpa drops in transformers 5.17
+    why_not_shared(model)  # first: it also gives Gemma-2 back the softcap that sdpa drops in transformers 5.17
     truth, truth_grad = values_and_gradients(model, slow, groups)
     logps, grad = values_and_gradients(model, lambda m, g: completion_logprobs(m, g, **knobs), groups)
     assert logps.dtype == torch.float32
@@ -46,7 +46,7 @@ def assert_exact(model, groups, **knobs):
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_gradients_equal_one_forward_a_sequence(name):
     model = make(name)
-    why_not = share_prompts(model)
+    why_not = why_not_shared(model)
     assert bool(why_not) != MODELS[name][2], why_not
     assert_exact(model, GROUPS)
 
@@ -95,7 +95,7 @@ def test_tokens_per_forward_changes_memory_only(name, tokens_per_forward):
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
 def test_no_forward_is_larger_than_tokens_per_forward(name):
     model, sizes = make(name), []
-    share_prompts(model)
+    why_not_shared(model)
     model.get_input_embeddings().register_forward_hook(lambda _, args, out: sizes.append(args[0].numel()))
     completion_logprobs(model, GROUPS * 5, tokens_per_forward=64)
     assert max(sizes) <= 64 and sum(sizes) / len(sizes) > 32
@@ -103,7 +103,7 @@ def test_no_forward_is_larger_than_tokens_per_forward(name):
 
 def test_prompt_is_encoded_once_and_nothing_is_padded():
     model, sizes = make("llama"), []
-    share_prompts(model)
+    why_not_shared(model)
     model.get_input_embeddings().register_forward_hook(lambda _, args, out: sizes.append(args[0].numel()))
     completion_logprobs(model, GROUPS)
     assert sizes == [sum(len(p) + sum(map(len, ys)) for p, ys in GROUPS)]
@@ -111,7 +111,7 @@ def test_prompt_is_encoded_once_and_nothing_is_padded():
 
 def test_the_head_never_sees_more_than_a_chunk_nor_a_prompt():
     model, rows = make("llama"), []
-    share_prompts(model)
+    why_not_shared(model)
     model.lm_head.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[0]))
     groups = [(P, [tuple(range(90))] * 5)]
     with torch.no_grad():
@@ -152,18 +152,18 @@ def test_sharing_is_left_on_and_generate_still_works():
     model = make("llama")
     ids = torch.tensor([P])
     before = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    assert share_prompts(model) == "" and model.config._attn_implementation == SHARED
+    assert why_not_shared(model) == "" and model.config._attn_implementation == SHARED
     assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0), before)
 
 
 def test_a_mask_that_nobody_announced_ends_sharing_for_good(monkeypatch, capsys):
     model = make("mistral-window-5")
-    assert share_prompts(model) == ""
+    assert why_not_shared(model) == ""
     def silent(module, query, key, value, mask, sliding_window=None, **kwargs):  # its window never reaches the attention function
         return shared_prompt_attention(module, query, key, value, mask, **kwargs)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, silent)
     logps = torch.cat(sum(completion_logprobs(model, GROUPS), []))
-    assert "masks more than the future" in share_prompts(model) and "no longer shared" in "".join(capsys.readouterr())
+    assert "masks more than the future" in why_not_shared(model) and "no longer shared" in "".join(capsys.readouterr())
     assert (logps - torch.cat(sum(slow(make("mistral-window-5"), GROUPS), []))).abs().max() < 1e-5
 
 
@@ -172,14 +172,14 @@ def test_a_model_that_ignores_the_layout_is_found_by_the_probe(monkeypatch):
         return shared_prompt_attention(module, query, key, value, mask, **kwargs)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, deaf)
     model = make("llama")
-    assert "changed a log-prob" in share_prompts(model) and model.config._attn_implementation == "sdpa"
+    assert "changed a log-prob" in why_not_shared(model) and model.config._attn_implementation == "sdpa"
     assert_exact(model, GROUPS)
 
 
 def test_the_probe_leaves_training_mode_and_autocast_as_they_were():
     model = make("llama").train()
     model.model.layers[0].eval()
-    share_prompts(model)
+    why_not_shared(model)
     assert model.training and model.lm_head.training and not model.model.layers[0].mlp.training
 
 

@@ -114,8 +114,9 @@ def test_greedy_samples_are_those_of_generate(name):
     assert bool(model.why_not_expanded) == (name == "mamba")
 
 
-def test_samples_are_a_function_of_seed_and_step_and_not_of_the_batch():
-    model, args = make("llama"), tiny(temperature=3.0)
+@pytest.mark.parametrize("name", ["llama", "mamba"])  # mamba: in transformers' generate()
+def test_samples_are_a_function_of_seed_and_step_and_not_of_the_batch(name):
+    model, args = make(name), tiny(temperature=3.0)
     ask = lambda prompts=PROMPTS, step=1, **changes: rollout(model, SPECIAL, prompts, 4, step, replace(args, **changes)).groups
     first = ask()
     assert first == ask() == ask(rollout_tokens=1) == ask(rollout_tokens=130) and first[:1] == ask(PROMPTS[:1])
