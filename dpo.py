@@ -310,7 +310,6 @@ def main(args: Args) -> list[dict]:
         run.lap("update")
         if step == steps or args.eval_every and step % args.eval_every == 0:
             values |= evaluate(policy, held, reference, args)
-        run.check(values)
         answers, scored = answer(policy, tokenizer, held, score, args) if step == steps else ([], {})
         run.write(values | scored, answers)
         run.show(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}")

@@ -29,8 +29,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
@@ -82,14 +83,15 @@ def one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def refusing(what: str, advice: str = ""):
-    """Whatever a file, a library or a user's function raises in this block becomes one sentence."""
+def refusing(what: str, advice: str = "", code: str = ""):
+    """Whatever a file, a library or a user's function raises in this block becomes one sentence, with the line if the file `code` raised it."""
     try:
         yield
-    except BadInput:
+    except (BadInput, torch.OutOfMemoryError):
         raise
     except (Exception, SystemExit) as error:
-        raise BadInput(f"{what}: {one_line(error)}{advice}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == code]
+        raise BadInput(what + (f" in line {lines[-1]}" if lines else "") + f": {one_line(error)}{advice}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -193,12 +195,12 @@ def completion_logprobs(model, groups: list[Group], tokens_per_forward: int = 16
         return completion_logprobs(model, groups, tokens_per_forward, temperature)
 
 
-def check_rows(core, rows: Iterable[tuple[int, int]]):
+def check_rows(core, rows: Iterable[tuple[int, int]], name="the model"):
     """Refuses a row, of so many tokens with so high an id, that lies outside of the model."""
     vocabulary, context = core.get_input_embeddings().weight.shape[0], context_length(core.config)
     for length, highest in rows:
         if length > context or highest >= vocabulary:
-            raise BadInput(f"a row is longer than the model's {context} positions, or has an id beyond its {vocabulary} embeddings: "
+            raise BadInput(f"a row is longer than {name}'s {context} positions, or has an id beyond its {vocabulary} embeddings: "
                            "shorten it, or use the model's own tokenizer")
 
 
@@ -347,6 +349,8 @@ def _probe(core) -> tuple[tuple[float, float | None], str]:
         if not (shared < (1e-4 if exact else 0.25) and shared < blind / (20 if exact else 3)):
             raise CannotShare(f"a shared prompt changed a log-prob by {shared:.2g} nats (unannounced: {blind:.2g})")
         return best, ""
+    except torch.OutOfMemoryError:
+        raise
     except (CannotShare, TypeError, ValueError, RuntimeError) as refusal:  # no such keyword, no sdpa, another mask
         core.set_attn_implementation(before)
         return best, one_line(refusal)
@@ -470,6 +474,8 @@ def why_not_expanded(core) -> str:
             if not gap < (1e-4 if core.dtype == torch.float32 and not torch.is_autocast_enabled(core.device.type) else 0.1):
                 raise CannotShare(f"it changed an entropy by {gap:.1g} nats")
             core.why_not_expanded = ""
+        except torch.OutOfMemoryError:
+            raise
         except Exception as refusal:  # caches of many kinds, which fail in many ways
             core.why_not_expanded = one_line(refusal)
             tqdm.write(f"samples: each encodes its prompt, because the cache cannot be expanded: {core.why_not_expanded}")
@@ -588,7 +594,7 @@ class ReferenceCache(Mapping):
                 raise ValueError("its checksum does not match")
             header = json.loads(body["header"])
             prompts, counts, lengths, tokens = (np.frombuffer(body[k], np.uint32) for k in ("prompts", "counts", "completions", "tokens"))
-            if tokens.size and tokens.max() >= 2**31:
+            if tokens.size and tokens.max() >= 2**24:
                 raise ValueError("it has impossible tokens")
             if [len(tokens), len(body["logps"]), len(prompts), len(lengths)] != \
                     [prompts.sum() + lengths.sum(), 4 * lengths.sum(), len(counts), counts.sum()]:
@@ -599,8 +605,10 @@ class ReferenceCache(Mapping):
             if header.get(name) != mine:
                 raise BadInput(f"{path} was made with {name} {header.get(name)}, but this run has {name} {mine}: "
                                "delete the file or name another with --ref_cache")
-        known, at = np.unique(tokens, return_inverse=True)
-        ids = iter(np.array(shared_ints(known.tolist()), object)[at].tolist())  # the int objects that all keys share
+        known = np.flatnonzero(used := np.bincount(tokens))
+        table = np.empty(len(used), object)
+        table[known] = shared_ints(known.tolist())  # the int objects that all keys share
+        ids = iter(table[tokens].tolist())
         lengths, values = iter(lengths.tolist()), io.BytesIO(body["logps"])
         for prompt_length, count in zip(prompts.tolist(), counts.tolist()):
             prompt = tuple(islice(ids, prompt_length))
@@ -926,11 +934,12 @@ def call_scorer(function, name: str, samples: list[dict], rows: list[dict]) -> l
     with the columns of their rows; None where it has nothing to say. Completions are strings, or messages if prompts are."""
     completions = [s["completion"] if isinstance(s["prompt"], str) else [{"role": "assistant", "content": s["completion"]}] for s in samples]
     columns = {column: [row.get(column) for row in rows] for column in dict.fromkeys(chain.from_iterable(rows)) if column not in ("prompt", "prompts", "completions")}
-    with refusing(f"{name} failed"), torch.no_grad():  # also gives the gradients back to a training step, should the function turn them off
+    code = getattr(getattr(function, "__code__", None), "co_filename", "")
+    with refusing(f"{name} failed", code=code), torch.no_grad():  # also gives the gradients back to a training step, should the function turn them off
         # copies: what a function changes in place must not reach the next one, samples.jsonl or the rows
         scores = function(prompts=deepcopy([sample["prompt"] for sample in samples]), completions=completions, **deepcopy(columns))
-        if isinstance(scores, Mapping):
-            raise TypeError("it returned a dict, whose keys are no scores: return a list")
+        if isinstance(scores, (Mapping, Set)):
+            raise TypeError(f"it returned a {type(scores).__name__}, which has no order: return a list")
         scores = list(scores)
         if len(scores) != len(samples):
             raise ValueError(f"it returned {len(scores)} scores for {len(samples)} completions")
@@ -982,12 +991,13 @@ def check_args(args, positive: str, *rules: tuple[bool, str]):
          f"--ref {args.ref} never moves, and --sync_reference and --humanline need a reference that does: use --ref {'adapter' if lora else 'swap'}"),
         (value("sync_reference") and args.ref == "live" and lora, "the moving reference of a LoRA run is an adapter: use --ref adapter"),
         (value("sync_mix") not in (None, 1.0) and not value("sync_reference"), "--sync_mix needs --sync_reference"),
+        (value("sync_mix") not in (None, 1.0) and args.ref_dtype != "float32", "--ref_dtype bfloat16 would round the small moves of --sync_mix away: leave one out"),
         (value("sync_mix") is not None and not 0 < value("sync_mix") <= 1, "--sync_mix must be above 0 and at most 1"),
         (not 0 <= args.lora_dropout < 1, "--lora_dropout must be at least 0 and less than 1"),
         ((value("log_eps_p"), value("log_eps_r")) not in ((None, None), (-1.0, 1.5)) and not value("humanline"), "--log_eps_* needs --humanline"),
         (value("log_eps_p") is not None and not value("log_eps_p") <= 0 <= value("log_eps_r"), "--log_eps_p must not be above 0, nor --log_eps_r below"),
-        (not 0 <= (args.lr or 0) < math.inf or not 0 <= args.weight_decay < math.inf or min(args.samples, args.eval_size) < 0,
-         "--lr, --weight_decay, --samples and --eval_size must be numbers, and not negative"),
+        (not 0 <= (args.lr or 0) <= 1e30 or not 0 <= args.weight_decay < math.inf or min(args.samples, args.eval_size) < 0,
+         "--lr, --weight_decay, --samples and --eval_size must be numbers, not negative, and --lr at most 1e30"),
         (not 0 <= args.warmup <= 1, "--warmup is a share of the steps: between 0 and 1"),
         (not 0 <= args.seed < 2**63, "--seed must be between 0 and 2^63"),
         *((value(name) is not None and not 0 < value(name) < math.inf, f"--{name} must be above 0")
@@ -1154,10 +1164,11 @@ class Run:
     def check(self, values: dict):
         """Refuses to go on from a number that is none."""
         if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
-            raise Diverged(f"step {values['step']}: {', '.join(wrong)}; {self.out} keeps what it had: lower --lr, or look at this step's rows")
+            raise Diverged(f"step {values['step']}: {', '.join(wrong)}; {self.out} keeps what it had: lower --lr, or look at this step's rows, in another --out")
 
     def write(self, values: dict, answers: list[dict] = [], samples: list[dict] = []):
         """A step's metrics; held-out answers and training samples; and its seconds, which are never the same twice, in a file of their own."""
+        self.check(values)
         step = {"step": values["step"]}
         answers = [{**step, "held_out": True, **row} for row in answers]
         lines = dict(metrics=[values], samples=answers + [{**step, "held_out": False, **row} for row in samples], seconds=[step | self.laps] if self.laps else [])
@@ -1283,7 +1294,7 @@ def command_line(main: Callable, args):
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(f"{Path(sys.argv[0]).name}: interrupted; what was saved is whole, and the same command goes on there")
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, MemoryError) as error:
         print(f"{Path(sys.argv[0]).name}: out of memory: lower --tokens_per_forward, or add --gradient_checkpointing ({one_line(error)})", file=sys.stderr)
         sys.exit(1)
 
@@ -1291,7 +1302,10 @@ def command_line(main: Callable, args):
 def answer(policy, tokenizer, held: list, score, args) -> tuple[list[dict], dict[str, float]]:
     """Samples of held-out prompts, as samples.jsonl keeps them, and their mean score."""
     room = context_length(policy.config) - args.max_new_tokens  # for a prompt
-    asked = list({row.prompt: row for row in held if len(row.prompt) <= room}.values())[:args.samples]
+    prompts = list({row.prompt: row for row in held}.values())[:args.samples]
+    asked = [row for row in prompts if len(row.prompt) <= room]
+    if len(asked) < len(prompts):
+        print(f"{len(prompts) - len(asked)} of {len(prompts)} held-out prompts get no answer: --max_new_tokens {args.max_new_tokens} leaves them no room")
     ids, _ = sample(policy, tokenizer, [row.prompt for row in asked], 1, generator(args.seed, "answers"), args)
     texts = tokenizer.batch_decode([y for ys in ids for y in ys], skip_special_tokens=True)
     samples = [{"prompt": row.row["prompt"], "completion": text} for row, text in zip(asked, texts)]
@@ -1309,10 +1323,10 @@ def report(run: Run):
     for old, new in list(zip(before, after))[:3]:
         prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
         print(f"\n{prompt}\n  before  {old['completion']}\n  after   {new['completion']}")
-    print(f"\n{'held out':28}{'before':>8}{'after':>8}")
-    for name in ("eval_loss", "eval_reward", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score"):
-        if name in run.history[0] and name in run.history[-1]:  # a reward may have nothing to say of any answer
-            print(f"{name:28}{run.history[0][name]:8.3f}{run.history[-1][name]:8.3f}")
+    first, last = run.history[0], run.history[-1]
+    names = ("eval_loss", "eval_reward", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score")
+    if names := [name for name in names if name in first and name in last]:  # a reward may have nothing to say of any answer
+        print(f"\n{'held out':28}{'before':>8}{'after':>8}", *(f"{name:28}{first[name]:8.3f}{last[name]:8.3f}" for name in names), sep="\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

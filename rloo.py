@@ -104,7 +104,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForSequenceClassification  # noqa: E402
 
 from refcache import (  # noqa: E402
-    BadInput, Run, adapter_base, batch_rows, call_scorer, check_args, check_start, command_line, encode, eval_mode, from_checkpoint,
+    BadInput, Run, adapter_base, base_model, batch_rows, call_scorer, check_args, check_rows, check_start, command_line, encode, eval_mode, from_checkpoint,
     generator, hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, pack, pad,
     reference_logprobs, render, report, sample, save_model, stop_tokens, text_of, with_defaults)
 
@@ -166,7 +166,7 @@ class RewardModel:
 
     def __init__(self, name: str, device: str, tokens_per_forward: int):
         self.device, self.tokens_per_forward = device, tokens_per_forward
-        self.tokenizer, self.longest = load_tokenizer(name)
+        self.tokenizer, _ = load_tokenizer(name)
         self.model = from_checkpoint(AutoModelForSequenceClassification, name, "a reward model").eval()
         if self.model.config.num_labels != 1:
             raise BadInput(f"{name} is no reward model: it has {self.model.config.num_labels} outputs, and needs one")
@@ -175,8 +175,7 @@ class RewardModel:
     def __call__(self, prompts, completions, **columns) -> list[float]:
         texts = [render(self.tokenizer, prompt, [y], "a sample for the reward model")[1] for prompt, y in zip(prompts, completions)]
         ids = [self.tokenizer(text, add_special_tokens=isinstance(prompt, str)).input_ids for text, prompt in zip(texts, prompts)]
-        if not all(0 < len(row) <= self.longest for row in ids):
-            raise ValueError(f"a sample is longer than its {self.longest} positions: lower --max_length or --max_new_tokens")
+        check_rows(self.model, ((len(row), max(row)) for row in ids), "the reward model")
         scores, end = torch.zeros(len(ids)), self.model.config.pad_token_id  # by which the model finds where a row ends: without one they go alone
         self.model.to(self.device)
         for batch in pack(list(map(len, ids)), 0 if end is None else self.tokens_per_forward, [1] * len(ids)):
@@ -189,11 +188,12 @@ class RewardModel:
 
 def load_rewards(args: Args, device: str) -> list[tuple]:
     """[(name, function, weight), ..]"""
-    names = [spec.rsplit(":", 1)[-1] for spec in args.reward]
-    functions = [(name if names.count(name) == 1 else spec, load_function(spec)) for name, spec in zip(names, args.reward)]
+    functions = {spec: load_function(spec) for spec in args.reward}
     if args.reward_model:
-        functions.append((Path(args.reward_model).name, RewardModel(args.reward_model, device, args.tokens_per_forward)))
-    return [(name, f, weight) for (name, f), weight in zip(functions, args.reward_weights or [1.0] * len(functions))]
+        functions[args.reward_model] = RewardModel(args.reward_model, device, args.tokens_per_forward)
+    names = [Path(spec).name.split(":")[-1] for spec in functions]
+    names = [name if names.count(name) == 1 else spec for name, spec in zip(names, functions)]
+    return list(zip(names, functions.values(), args.reward_weights or [1.0] * len(names)))
 
 
 def judge(rollout: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) -> tuple[torch.Tensor, list[dict], dict]:
@@ -280,8 +280,10 @@ def settle(args: Args) -> Args:
     args = with_defaults(replace(args, ref=ref), DEMO)
     count = len(args.reward) + bool(args.reward_model)
     check_args(
-        args, "rollout_tokens updates_per_rollout temperature top_p",
+        args, "rollout_tokens updates_per_rollout top_p",
+        (not 1e-4 <= args.temperature <= 1e4, "--temperature must be between 0.0001 and 10000"),
         (args.lora_dropout and args.updates_per_rollout > 1, "--lora_dropout makes another policy of every forward: leave it out, or --updates_per_rollout"),
+        (len(set(args.reward)) < len(args.reward), "--reward names a function twice: give it a weight instead"),
         (args.k < 2, "--k must be at least 2: a sample is compared with its siblings"),
         (not count, "there is no reward: give --reward FILE.py:FUNCTION or --reward_model"),
         (args.reward_weights and len(args.reward_weights) != count, f"--reward_weights must be {count} numbers, one a reward"),
@@ -323,6 +325,9 @@ def main(args: Args) -> list[dict]:
         return run.history
 
     policy, reference = load_references(run, tokenizer, [], device)
+    check_rows(base_model(policy), ((len(row.prompt) + args.max_new_tokens, max(row.prompt)) for row in train + held))
+    if args.mask_truncated and not stop_tokens(policy, tokenizer):
+        raise BadInput("--mask_truncated leaves every sample out, because neither model nor tokenizer names a token that ends one: leave it out")
     optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], weight_decay=args.weight_decay, fused=device == "cuda")
     run.restore(policy, optimizer, reference)
     if not run.done:
@@ -359,7 +364,6 @@ def main(args: Args) -> list[dict]:
         if step == steps or args.eval_every and step % args.eval_every == 0:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
             values |= scored
-        run.check(values)
         run.write(values, answers, texts)
         run.show(f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}")
 

@@ -141,6 +141,15 @@ def test_a_killed_pass_goes_on_with_the_forwards_that_it_lacks(name):
             cache._logps.update({(p, y): b"" for p, ys in batch for y in ys})
 
 
+def test_a_killed_pass_cuts_a_long_group_where_the_whole_one_did():
+    """Three completions of one prompt, two of which fill a forward: the cut must not move when the first is known."""
+    model, p, ys = make("llama"), (5, 6), [(i,) * 4 for i in (7, 8, 9)]
+    keys, cache = dict.fromkeys((p, y) for y in ys), ReferenceCache()
+    assert cache._plan(model, keys, 10) == [[(p, ys[:2])], [(p, ys[2:])]]
+    cache._logps[p, ys[0]] = b""
+    assert [ys for batch in cache._plan(model, keys, 10) for _, ys in batch] == [ys[1:2], ys[2:]]
+
+
 def test_killed_fill_loses_at_most_what_came_after_the_last_save(tmp_path):
     """A real process, killed with -9 in the middle of the pass, with a save after every forward."""
     code = f"""

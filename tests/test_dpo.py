@@ -244,6 +244,7 @@ def test_tensorboard_gets_the_metrics(args, monkeypatch):
         patch.setattr(torch.optim.AdamW, "step", step)
         main(replace(args, tensorboard=True, save_every=2))
     main(replace(args, tensorboard=True, save_every=2))
+    assert {"update", "reference"} <= {name for name, _, _ in written}
     assert purged == [None, 3], "the board forgets what a killed run wrote after its checkpoint"
     assert ("loss" in {name for name, _, _ in written}) and {step for _, _, step in written} == {0, 1, 2, 3}
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -252,6 +253,11 @@ def test_tensorboard_gets_the_metrics(args, monkeypatch):
 
 
 # --- data -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_held_out_split_differs_by_seed():
+    rows = [SimpleNamespace(prompt=(i,)) for i in range(100)]
+    assert dpo.hold_out(rows, 5, 0)[1] != dpo.hold_out(rows, 5, 1)[1]
 
 
 def test_batches_are_a_function_of_seed_and_epoch():
@@ -398,8 +404,9 @@ def test_samples_come_from_the_model_whatever_its_generation_config_says(args, t
     assert answers_of(args, str(tmp_path / "warped")) == plain and len(set(plain)) > 20
 
 
-def test_no_prompt_is_asked_that_leaves_no_room_for_an_answer(args):
+def test_no_prompt_is_asked_that_leaves_no_room_for_an_answer_and_it_says_so(args, capsys):
     assert main(replace(args, max_new_tokens=250))[0].keys() >= {"eval_loss"}
+    assert "2 of 2 held-out prompts get no answer: --max_new_tokens 250 leaves them no room" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("body, words", [
@@ -407,7 +414,7 @@ def test_no_prompt_is_asked_that_leaves_no_room_for_an_answer(args):
     ("return ['good', 'bad']", "TypeError"), ("raise SystemExit(0)", "SystemExit")])
 def test_scorers_that_fail_are_named(args, tmp_path, body, words):
     (tmp_path / "score.py").write_text(f"def rate(prompts, completions, **columns):\n    {body}\n")
-    with pytest.raises(BadInput, match=f"score.py:rate failed: .*{words}"):
+    with pytest.raises(BadInput, match=f"score.py:rate failed.*: .*{words}"):
         main(replace(args, score=f"{tmp_path}/score.py:rate"))
 
 

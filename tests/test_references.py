@@ -228,7 +228,7 @@ def test_what_cannot_be_meant_is_refused_in_one_sentence(settle, tmp_path, chang
     if changes.get("model"):
         (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": MODEL}))
         changes = changes | dict(model=str(tmp_path))
-    reward = dict(reward=str(ROOT / "demo/score.py:success")) if script == "rloo" else {}
+    reward = dict(reward=(str(ROOT / "demo/score.py:success"),)) if script == "rloo" else {}
     with pytest.raises(BadInput, match=words) as error:
         settle(script, **reward, **changes)
     assert "\n" not in str(error.value)

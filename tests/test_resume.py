@@ -1,6 +1,7 @@
 """Runs that are killed: the same command goes on, and ends with the same bits as if nothing had happened."""
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -12,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -276,6 +278,39 @@ def test_other_arguments_or_data_are_refused_with_the_difference(tmp_path, monke
     assert len(history) == 7
 
 
+def test_arguments_are_named_before_rows_and_speed_flags_may_change(tmp_path, monkeypatch):
+    _, args = arguments("rloo", tmp_path, "out")
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_after(patch, 5)
+        rloo.main(rloo.Args(**args))
+    rows = (tmp_path / "train.jsonl").read_text()
+    (tmp_path / "train.jsonl").write_text("\n".join(rows.split("\n")[:30]))
+    with pytest.raises(BadInput, match="with temperature 1.0, and not 0.5"):  # 'rows' sorts before it, but says less
+        rloo.main(rloo.Args(**args | dict(temperature=0.5)))
+    (tmp_path / "train.jsonl").write_text(rows)
+    rloo.main(rloo.Args(**args | dict(rollout_tokens=50, tensorboard=True)))
+
+
+def test_the_reference_of_rloo_moves_once_a_step_before_its_updates_and_by_sync_mix(tmp_path, monkeypatch):
+    def kl(out, **changes):
+        args = arguments("rloo", tmp_path, out, steps=4, save_every=9, samples=0, lr=1e-3, updates_per_rollout=2, **changes)[1]
+        return [values["kl"] for values in rloo.main(rloo.Args(**args))[1:]]
+    mixes = []
+    monkeypatch.setattr(refcache.Swap, "sync", lambda self, mix=1.0, real=refcache.Swap.sync: mixes.append(mix) or real(self, mix))
+    still, moved = kl("still"), kl("moved", sync_reference=1, sync_mix=0.6)
+    assert mixes == [0.6] * 4 and moved[:2] == still[:2] and abs(moved[2] - still[2]) > 1e-4  # one update behind
+    late = kl("late", sync_reference=2)
+    assert late[:2] == still[:2] and abs(late[2] - still[2]) > 1e-4 and len(mixes) == 6
+
+
+def test_answers_differ_by_seed(tmp_path):
+    texts = []
+    for seed in (0, 1):
+        dpo.main(dpo.Args(**arguments("dpo", tmp_path, f"out{seed}", steps=1, seed=seed, samples=8)[1]))
+        texts.append([row["completion"] for row in map(json.loads, open(tmp_path / f"out{seed}/samples.jsonl")) if row["step"] == 0])
+    assert texts[0] != texts[1]
+
+
 # --- faults ---------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +417,18 @@ def test_a_loss_that_is_no_number_stops_every_script_and_keeps_the_last_checkpoi
         assert list((folder / "out/checkpoints").glob("[0-9]*"))
 
 
+@pytest.mark.parametrize("module", [dpo, kto, rloo])
+def test_held_out_numbers_that_are_none_stop_the_run(tmp_path, monkeypatch, module):
+    calls, real = [], module.evaluate
+    def broken(*a):
+        calls.append(1)
+        bad = {"eval_loss": math.nan, "eval_kl": math.nan} if len(calls) > 1 else {}
+        return (real(*a)[0], real(*a)[1] | bad) if module is rloo else real(*a) | bad
+    monkeypatch.setattr(module, "evaluate", broken)
+    with pytest.raises(refcache.Diverged, match="eval_loss is nan"):
+        module.main(module.Args(**arguments(module.__name__, tmp_path, "out")[1] | dict(steps=2)))
+
+
 def test_a_disabled_bar_disables_nothing_else(tmp_path):
     args = [sys.executable, "dpo.py", "--model", MODEL, "--data", "demo/pairs.jsonl", "--out", str(tmp_path), "--steps", "1", "--samples", "0"]
     subprocess.run(args, cwd=ROOT, env=os.environ | {"TQDM_DISABLE": "1"}, check=True, capture_output=True)
@@ -397,3 +444,20 @@ def test_alien_folders_and_a_damaged_end_cost_no_checkpoint(tmp_path):
     (tmp_path / "finished.json").unlink()
     with pytest.raises(BadInput, match="checkpoints/2/state.json is damaged"):
         refcache.Run(args, [])
+
+
+def test_a_lap_is_the_time_since_the_last(monkeypatch):
+    run, times = SimpleNamespace(laps={}, lapped=0.0), iter([1.0, 3.0, 6.0])
+    monkeypatch.setattr(refcache.time, "monotonic", lambda: next(times))
+    for part in "abc":
+        refcache.Run.lap(run, part)
+    assert run.laps == dict(a=1.0, b=2.0, c=3.0)
+
+
+def test_one_refusal_inside_another_keeps_its_own_sentence():
+    with pytest.raises(BadInput, match="^inner$"):
+        with refcache.refusing("outer"):
+            raise BadInput("inner")
+    with pytest.raises(BadInput, match="^outer: ValueError x{200}; do$"):
+        with refcache.refusing("outer", "; do"):
+            raise ValueError("x" * 999)

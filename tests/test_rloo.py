@@ -7,7 +7,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,20 +14,17 @@ import torch
 from runs import needs_peft
 from safetensors.torch import load_file
 from torch import tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DynamicCache, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import refcache
 import rloo
-from models import make
-from refcache import BadInput, batch_rows, draw, load_tokenizer, lr_factor
+from refcache import BadInput, batch_rows, load_tokenizer, lr_factor
 from rloo import Args, RewardModel, Rollout, Row, judge, leave_one_out, main, policy_loss, rollout
 
 ROOT = Path(rloo.__file__).parent
 MODEL = str(ROOT / "demo/model")
 ROWS = [json.loads(line) for line in open(ROOT / "demo/prompts.jsonl")][:24]
 TOKENIZER, _ = load_tokenizer(MODEL)
-PROMPTS = [(5, 6, 7, 8, 9, 10, 11, 12, 13), (20, 21), (30, 31, 32, 33, 34)]  # of the tiny models
-SPECIAL = SimpleNamespace(eos_token_id=2, pad_token_id=0)  # all that a rollout asks of their tokenizer
 NAN = math.nan
 REWARDS = """
 def vowels(prompts, completions, **columns):
@@ -71,10 +67,6 @@ def largest_difference(a, b):
     return max((a[name] - b[name]).abs().max().item() for name in a)
 
 
-def tiny(**changes):
-    return replace(Args(dtype="float32", max_new_tokens=10), **changes)
-
-
 def logp(model, prompt, y, temperature=1.0):
     """The slow way: one forward a sequence."""
     ids = torch.tensor([prompt + y])
@@ -100,102 +92,6 @@ def test_the_gradient_is_minus_the_advantage_times_the_ratio_and_clipping_by_han
     assert grad.tolist() == pytest.approx([-1.5, 2, 0, 0, 3, -1, 0, -2.2], abs=1e-4)
 
 
-# --- samples --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mistral-window-5", "gemma3-window-6", "gemma2-softcaps", "bloom-alibi", "falcon", "mamba"])
-def test_greedy_samples_are_those_of_generate(name):
-    model = make(name)
-    for k, places in ((1, 10**6), (3, 10**6), (3, 1)):
-        for prompt, ys in rollout(model, SPECIAL, PROMPTS, k, 1, tiny(temperature=0.0, rollout_tokens=places)).groups:
-            ids = torch.tensor([prompt])
-            truth = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10, eos_token_id=2, pad_token_id=0)
-            assert ys == [tuple(truth[0, len(prompt):].tolist())] * k
-    assert bool(model.why_not_expanded) == (name == "mamba")
-
-
-@pytest.mark.parametrize("name", ["llama", "mamba"])  # mamba: in transformers' generate()
-def test_samples_are_a_function_of_seed_and_step_and_not_of_the_batch(name):
-    model, args = make(name), tiny(temperature=3.0)
-    ask = lambda prompts=PROMPTS, step=1, **changes: rollout(model, SPECIAL, prompts, 4, step, replace(args, **changes)).groups
-    first = ask()
-    assert first == ask() == ask(rollout_tokens=1) == ask(rollout_tokens=130) and first[:1] == ask(PROMPTS[:1])
-    assert ask([PROMPTS[0], (40,) * 60, PROMPTS[2]])[::2] == first[::2]
-    assert first != ask(seed=1) != ask(step=2) != first
-    assert all(len(set(ys)) == 4 for _, ys in first)
-
-
-def test_finished_rows_leave_and_the_others_go_on_as_they_were():
-    """Rows leave at every length; without stop tokens the same random numbers give longer rows. Entropy: of the living, at every token."""
-    model, args, ends, entropies = make("gpt2"), tiny(temperature=3.0), set(range(2, 12)), []
-    model.generation_config.eos_token_id = None
-    whole = rollout(model, SimpleNamespace(eos_token_id=None, pad_token_id=0), PROMPTS, 8, 1, args)
-    assert not whole.ended.any() and all(len(y) == 10 for _, ys in whole.groups for y in ys)
-    model.generation_config.eos_token_id = sorted(ends - {2})  # both count: the model's list, and the tokenizer's own
-    short = rollout(model, SPECIAL, PROMPTS, 8, 1, args)
-    for (prompt, long), (_, ys), ended in zip(whole.groups, short.groups, short.ended.tolist()):
-        stops = [next((t + 1 for t, x in enumerate(y) if x in ends), 10) for y in long]
-        assert ys == [y[:n] for y, n in zip(long, stops)] and ended == [y[-1] in ends for y in ys]
-        for y in ys:
-            probs = (model(torch.tensor([prompt + y])).logits[0, len(prompt) - 1:-1] / 3).softmax(-1)
-            entropies += (-torch.special.xlogy(probs, probs).sum(-1)).tolist()
-    assert short.entropy == pytest.approx(np.mean(entropies), abs=1e-4)
-    assert len({len(y) for _, ys in short.groups for y in ys}) > 4 and short.ended.any() and not short.ended.all()
-
-
-@pytest.mark.parametrize("temperature", [4.0, 2.0])
-def test_first_tokens_have_the_model_s_distribution(temperature):
-    model = make("llama")
-    for prompt, ys in rollout(model, SPECIAL, PROMPTS, 4000, 1, tiny(temperature=temperature, max_new_tokens=1)).groups:
-        truth = (model(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1)
-        seen = torch.bincount(torch.tensor(ys)[:, 0], minlength=97) / 4000
-        assert (truth - seen).abs().sum() / 2 < 0.1 and truth.max() < 0.9
-
-
-def test_top_k_and_top_p_cut_exactly_and_nothing_of_probability_0_is_drawn():
-    logits = tensor([0.05, 0.4, 0.0, 0.25, 0.3, 0.0]).log()
-    grid = torch.tensor([0.0, *((np.arange(1000) + 0.5) / 1000), 1 - 2.0**-53], dtype=torch.float64)
-    def shares(**changes):
-        tokens, entropy = draw(logits.expand(len(grid), -1), grid, **changes)
-        p = torch.bincount(tokens, minlength=6) / len(grid)
-        assert entropy[0].item() == pytest.approx(-torch.special.xlogy(p, p).sum().item(), abs=0.01)
-        return p.tolist()
-    assert shares() == pytest.approx([0.05, 0.4, 0, 0.25, 0.3, 0], abs=2e-3) and shares()[2] == shares()[5] == 0
-    for changes in (dict(top_k=2), dict(top_p=0.6), dict(top_p=0.69), dict(top_k=2, top_p=0.9)):
-        assert shares(**changes) == pytest.approx([0, 4 / 7, 0, 0, 3 / 7, 0], abs=2e-3) and shares(**changes)[0] == 0
-    assert shares(top_p=0.71) == pytest.approx([0, 0.4 / 0.95, 0, 0.25 / 0.95, 0.3 / 0.95, 0], abs=2e-3)
-    assert shares(top_p=0.01) == shares(top_k=1) == [0, 1, 0, 0, 0, 0]
-    squares = [p * p / 0.315 for p in (0.05, 0.4, 0, 0.25, 0.3, 0)]
-    assert shares(temperature=0.5) == pytest.approx(squares, abs=2e-3)
-
-
-def test_a_generation_config_and_checkpointed_layers_change_no_sample():
-    model, args = make("qwen2"), tiny(temperature=3.0)
-    first = rollout(model, SPECIAL, PROMPTS, 3, 1, args)
-    own = model.generation_config = GenerationConfig(
-        do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=9.0, eos_token_id=2, min_new_tokens=9)
-    refcache.checkpoint_layers(model)
-    assert rollout(model, SPECIAL, PROMPTS, 3, 1, args).groups == first.groups and model.generation_config is own
-    assert any(module.training for module in model.modules()) and not model.training
-
-
-def wrong(self, repeats, real=DynamicCache.batch_repeat_interleave):
-    real(self, repeats)
-    for layer in self.layers: layer.values = layer.values + 1
-
-
-@pytest.mark.parametrize("expand, words", [(lambda self, repeats: 1 / 0, "division by zero"), (wrong, "changed an entropy")])
-def test_a_cache_that_cannot_be_expanded_is_not_and_says_so_once(expand, words, monkeypatch, capsys):
-    model, ask = make("llama"), lambda model, heat, step=1: rollout(model, SPECIAL, PROMPTS, 3, step, tiny(temperature=heat)).groups
-    truth = ask(make("llama"), 0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(DynamicCache, "batch_repeat_interleave", expand)
-        assert ask(model, 0.0) == ask(model, 0.0, step=2) == truth
-    said = capsys.readouterr().out
-    assert said.count("samples: each encodes its prompt") == 1 and words in said
-    assert ask(model, 3.0) == ask(model, 3.0) != ask(model, 3.0, step=2) and all(len(set(ys)) == 3 for _, ys in ask(model, 3.0))
-
-
 # --- rewards --------------------------------------------------------------------------------------------------------
 
 
@@ -214,6 +110,13 @@ def test_rewards_are_weighted_and_none_of_all_leaves_a_sample_out():
     assert rewards.isnan().tolist() == [[False, True], [True, False]] and means == {"rewards/f0": 2.5, "rewards/f1": 5}
 
 
+def test_functions_and_a_model_of_one_name_are_told_apart(run, tmp_path):
+    path = classifier(tmp_path / "vowels")
+    history, _, _ = run(reward_model=path, steps=1)
+    names = [f"rewards/{tmp_path}/vowels.py:vowels", f"rewards/{path}"]
+    assert all(name in history[1] for name in names) and history[1]["reward"] == pytest.approx(sum(history[1][name] for name in names), abs=1e-5)
+
+
 def test_columns_come_once_a_sample_and_chats_as_messages():
     seen, chat = {}, [{"role": "user", "content": "a"}]
     judged((lambda **columns: seen.update(columns) or [0.0] * 4, 1.0), rows=[dict(prompt=chat, thing=1), dict(prompt="b", thing=None)])
@@ -226,7 +129,7 @@ def test_columns_come_once_a_sample_and_chats_as_messages():
     (lambda: [0, -math.inf, 0, 0], "returned -inf for the completion ' tea'"), (lambda: [0, 0, 0, 1e300], "returned 1e\\+300 for the completion ' cake'"), (lambda: 1 / 0, "ZeroDivisionError"), (lambda: None, "TypeError"),
     (lambda: [0, 0, "x", 0], "TypeError"), (lambda: sys.exit(3), "SystemExit")])
 def test_a_reward_that_fails_is_named(scores, words):
-    with pytest.raises(BadInput, match=f"^f1 failed: .*{words}") as error:
+    with pytest.raises(BadInput, match=f"^f1 failed.*: .*{words}") as error:
         judged((lambda **c: [0.0] * 4, 1.0), (lambda **c: scores(), 1.0))
     assert "\n" not in str(error.value)
 
@@ -252,6 +155,32 @@ def test_a_reward_model_scores_as_one_forward_a_text_does(tmp_path, run, pad):
             assert RewardModel(path, "cpu", budget)(prompts, ys) == pytest.approx(truth, abs=1e-5)
     history, _, _ = run(reward_model=path, reward_weights=(1.0, 0.5))
     assert all(v["reward"] == pytest.approx(v["rewards/vowels"] + 0.5 * v["rewards/judge"], abs=1e-5) for v in history[1:])
+
+
+def test_out_of_memory_in_a_reward_is_no_bad_input():
+    def full(**_): raise torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        judged((full, 1.0))
+
+
+def test_a_reward_model_keeps_to_its_budget_and_its_positions(tmp_path, monkeypatch):
+    chats, answers = [[{"role": "user", "content": "a"}]] * 4, [[{"role": "assistant", "content": "soup " * n}] for n in (1, 9, 4, 9)]
+    longest = max(len(TOKENIZER(TOKENIZER.apply_chat_template(p + y, tokenize=False), add_special_tokens=False).input_ids) for p, y in zip(chats, answers))
+    judge, shapes = RewardModel(classifier(tmp_path / "a", max_position_embeddings=longest), "cpu", 2 * longest), []
+    judge.model.register_forward_pre_hook(lambda module, args, kwargs: shapes.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    assert len(judge(chats, answers)) == 4 and max(shapes) <= 2 * longest and len(shapes) == 2
+    with pytest.raises(BadInput, match=f"longer than the reward model's {longest - 1} positions"):
+        RewardModel(classifier(tmp_path / "b", max_position_embeddings=longest - 1), "cpu", 99)(chats, answers)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_reward_model_gets_a_bos_with_strings_only(tmp_path, chat):
+    from tokenizers.processors import TemplateProcessing
+    judge, seen = RewardModel(classifier(tmp_path / "a"), "cpu", 99), []
+    judge.tokenizer._tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", TOKENIZER.convert_tokens_to_ids("<|user|>"))])
+    judge.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"][0].tolist()), with_kwargs=True)
+    judge(*(([[{"role": "user", "content": "a"}]], [[{"role": "assistant", "content": "b"}]]) if chat else (["a"], ["b"])))
+    assert seen[0].count(TOKENIZER.convert_tokens_to_ids("<|user|>")) == 1
 
 
 def test_what_is_no_reward_model_is_refused(tmp_path):
@@ -402,16 +331,22 @@ BROKEN = "broken.py:broken"
 
 @pytest.mark.parametrize("changes, words", [
     (dict(k=1), "--k must be"), (dict(data="no.jsonl"), "cannot read no.jsonl"), (dict(data="empty.jsonl"), "holds no rows"), (dict(reward=()), "no reward"),
-    (dict(reward=(BROKEN,)), "^broken failed: ValueError no idea"), (dict(reward=("broken.py:other",)), "cannot load broken.py:other"),
+    (dict(reward=(BROKEN,)), "^broken failed in line 2: ValueError no idea"), (dict(reward=("broken.py:other",)), "cannot load broken.py:other"),
     (dict(reward=("no.py:f",)), "cannot load no.py:f"), (dict(temperature=0.0), "--temperature"), (dict(top_p=2.0), "--top_p"), (dict(top_k=-1), "--top_k"),
     (dict(ref="none"), "add --beta 0"), (dict(beta=0.0, ref="swap"), "leave out --ref swap"), (dict(beta=-1.0), "--beta"), (dict(beta=NAN), "--beta"),
     (dict(reward_weights=(1.0, 2.0)), "--reward_weights must be 1"), (dict(reward_weights=(NAN,)), "--reward_weights"), (dict(clip_eps=1.0), "--clip_eps"),
-    (dict(reward_clip=(1.0, -1.0)), "--reward_clip"), (dict(max_length=12), "above --max_new_tokens"), (dict(max_new_tokens=256), "leaves no room for a prompt"),
+    (dict(reward=(BROKEN, BROKEN)), "names a function twice"), (dict(mask_truncated=True, model="endless"), "--mask_truncated leaves every sample out"),
+    (dict(reward_clip=(1.0, -1.0)), "--reward_clip"), (dict(lr=1e38), "--lr"), (dict(ref="live", ref_dtype="bfloat16", sync_reference=1, sync_mix=0.1), "round the small moves"), (dict(max_length=12), "above --max_new_tokens"), (dict(max_new_tokens=256), "leaves no room for a prompt"),
     (dict(updates_per_rollout=0), "--updates_per_rollout"), (dict(rollout_tokens=0), "--rollout_tokens"), (dict(model=None), "--model and --data")])
 def test_misuse_is_refused_in_one_sentence(args, changes, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text("def broken(**columns):\n    raise ValueError('no\\nidea')\n")
     Path("empty.jsonl").write_text("")
+    if changes.get("model") == "endless":
+        shutil.copytree(MODEL, "endless")
+        for name in ("tokenizer_config.json", "generation_config.json", "config.json"):
+            settings = json.loads(Path("endless", name).read_text())
+            Path("endless", name).write_text(json.dumps({key: value for key, value in settings.items() if "eos" not in key}))
     with pytest.raises(BadInput, match=words) as error:
         main(replace(args, **changes))
     assert "\n" not in str(error.value)
@@ -436,7 +371,9 @@ def test_a_reward_changes_no_rows_and_returns_no_dict():
     row = {"prompt": [{"role": "user", "content": "hi"}], "thing": []}
     assert refcache.call_scorer(wild, "wild", [{"prompt": row["prompt"], "completion": "x"}], [row]) == [1.0]
     assert row == {"prompt": [{"role": "user", "content": "hi"}], "thing": []}
-    with pytest.raises(BadInput, match="returned a dict"):
+    with pytest.raises(BadInput, match="returned a set"):
+        refcache.call_scorer(lambda **_: {1.0}, "f", [{"prompt": "p", "completion": "x"}], [row])
+    with pytest.raises(BadInput, match="returned a dict, which has no order"):
         refcache.call_scorer(lambda **_: {0: 1.0}, "f", [{"prompt": "p", "completion": "x"}], [row])
 
 
