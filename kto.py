@@ -77,7 +77,7 @@ class Args:
     max_length: int = 1024  # tokens of prompt and answer; longer rows are dropped, and counted
     truncate: bool = False  # cut the beginning of the prompts of longer rows instead of dropping them
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward (auto: bfloat16 on CUDA); weights and loss are float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward (auto: bfloat16 on CUDA); what trains and the loss are float32
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
     seed: int = 0  # of data order, held-out split and samples

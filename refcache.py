@@ -287,7 +287,7 @@ def why_not_shared(model) -> str:
     """
     core = base_model(model)
     if not hasattr(core, "why_not_shared"):
-        with torch.no_grad(), torch.autocast(core.device.type, enabled=False), eval_mode(core):
+        with torch.no_grad(), torch.autocast(core.device.type, enabled=False), eval_mode(core), read_frozen(core):
             core.logit_scale_and_cap, core.why_not_shared = _probe(core)
     return core.why_not_shared
 
@@ -817,22 +817,46 @@ def tokenizer_digest(tokenizer) -> str:
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:32]
 
 
-def load_model(name: str, device: str, trainable: bool = False):
-    """A checkpoint in float32 and in eval mode: dropout would add noise to every log-ratio. An adapter comes on its base."""
-    if not (base := adapter_base(name)):
-        model = from_checkpoint(AutoModelForCausalLM, name, "a language model")
+def load_model(name: str, device: str, dtype: str = "float32", trainable: bool = False):
+    """A checkpoint in float32 and in eval mode: dropout would add noise to every log-ratio. An adapter comes on its base.
+    `dtype` is that of the forwards, in which what is frozen may be stored."""
+    if base := adapter_base(name):
+        with refusing("LoRA adapters need `pip install peft`"):
+            import peft
+        model = load_model(base, "cpu")
+        if not find(name, "adapter_model.safetensors"):
+            raise BadInput(f"cannot load the adapter {name}: it has no adapter_model.safetensors")
+        with refusing(f"cannot load the adapter {name}"):
+            model = peft.PeftModel.from_pretrained(model, name, is_trainable=trainable, autocast_adapter_dtype=False)
+        if model.active_peft_config.is_prompt_learning:
+            raise BadInput(f"cannot load the adapter {name}: it is no LoRA adapter but a learned prompt, which lies outside of the model's layers")
+    else:
+        model = from_checkpoint(AutoModelForCausalLM, name, "a language model").requires_grad_(trainable)
         model.saved_dtype = model.dtype  # in which save_model writes it
-        return model.float().to(device).eval()
-    with refusing("LoRA adapters need `pip install peft`"):
-        import peft
-    model = load_model(base, device)
-    if not find(name, "adapter_model.safetensors"):
-        raise BadInput(f"cannot load the adapter {name}: it has no adapter_model.safetensors")
-    with refusing(f"cannot load the adapter {name}"):
-        adapted = peft.PeftModel.from_pretrained(model, name, is_trainable=trainable, autocast_adapter_dtype=False)
-    if adapted.active_peft_config.is_prompt_learning:
-        raise BadInput(f"cannot load the adapter {name}: it is no LoRA adapter but a learned prompt, which lies outside of the model's layers")
-    return adapted.float().to(device).eval()
+    return store_frozen(model.float().eval(), dtype).to(device)
+
+
+def store_frozen(model, dtype: str):
+    """Frozen linear weights that were saved in bfloat16 go back to it, if that is the dtype of the forwards: autocast would make the
+    same numbers of their float32 copies in every forward. No result changes; the base of a LoRA run takes half of the memory."""
+    if dtype == "bfloat16" and model.saved_dtype == torch.bfloat16 and not base_model(model)._is_stateful:  # recurrent layers read weights themselves
+        for module in model.modules():
+            if type(module) is torch.nn.Linear and not module.weight.requires_grad and module.weight is not model.get_input_embeddings().weight:
+                module.weight.data = module.weight.data.bfloat16()
+    return model
+
+
+@contextmanager
+def read_frozen(model):
+    """Outside of autocast: what store_frozen stores in bfloat16 is read as float32, a layer at a time."""
+    stored = [m for m in model.modules() if type(m) is torch.nn.Linear and m.weight.dtype == torch.bfloat16 and model.dtype == torch.float32]
+    for module in stored:
+        module.forward = lambda x, m=module: F.linear(x, m.weight.float(), m.bias)
+    try:
+        yield
+    finally:
+        for module in stored:
+            del module.forward
 
 
 def from_checkpoint(kind, name: str, what: str):
@@ -846,7 +870,7 @@ def from_checkpoint(kind, name: str, what: str):
 
 def load_policy(args, device: str):
     """The model that trains: all of --model; with --lora_r a new adapter over it (LoRA, arXiv:2106.09685); or the adapter it is."""
-    policy = load_model(args.model, device, trainable=True)
+    policy = load_model(args.model, "cpu" if args.lora_r else device, args.dtype, trainable=True)
     if args.lora_r:
         with refusing("LoRA adapters need `pip install peft`"):
             import peft
@@ -854,7 +878,7 @@ def load_policy(args, device: str):
         config = peft.LoraConfig(task_type="CAUSAL_LM", r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
                                  lora_dropout=args.lora_dropout, target_modules=target)
         with refusing(f"--lora_target {args.lora_target}"):  # no such layers
-            policy = peft.get_peft_model(policy, config).eval()
+            policy = store_frozen(peft.get_peft_model(policy, config).eval(), args.dtype).to(device)
     for name, module in policy.named_modules():
         if ".lora_dropout" in name:
             module.train()  # the one dropout there is; eval_mode turns it off for whatever is not a training step
@@ -904,7 +928,7 @@ def save_model(model, tokenizer, out: Path, merge: bool = False):
     saving, configs = out / ".saving", ("config.json", "adapter_config.json")
     shutil.rmtree(saving, ignore_errors=True)
     if merge:
-        model.merge_and_unload().to(model.saved_dtype).save_pretrained(saving)
+        model.cpu().float().merge_and_unload().to(model.saved_dtype).save_pretrained(saving)
     else:
         (model if hasattr(model, "peft_config") else model.to(model.saved_dtype)).save_pretrained(saving)
         (saving / "README.md").unlink(missing_ok=True)  # peft's empty model card
@@ -1020,7 +1044,8 @@ def load_references(run: "Run", tokenizer, asked: list[Group], device: str):
     if args.ref in ("swap", "adapter"):
         reference = Swap(policy, load_model(other, "cpu") if other else None)
     elif args.ref == "live":
-        reference = Live(policy, load_model(args.ref_model, device).to(getattr(torch, args.ref_dtype)), moves=bool(args.sync_reference))
+        model = load_model(args.ref_model, device, "float32" if args.sync_reference else args.dtype)
+        reference = Live(policy, model.to(getattr(torch, args.ref_dtype)) if args.ref_dtype != "float32" else model, moves=bool(args.sync_reference))
     return policy, reference
 
 
@@ -1036,7 +1061,7 @@ def fill_cache(args, digest: str, tokenizer, asked: list[Group], device: str) ->
     except OSError as error:
         raise BadInput(f"cannot read and write --ref_cache {args.ref_cache}: {error}") from None
     try:
-        scored = reference.fill(lambda: load_model(args.ref_model, device), asked, args.tokens_per_forward, args.ref_cache, dtype=args.dtype)
+        scored = reference.fill(lambda: load_model(args.ref_model, device, args.dtype), asked, args.tokens_per_forward, args.ref_cache, dtype=args.dtype)
     except OSError as error:
         raise Stopped(f"cannot save {args.ref_cache}: {error}; the file holds what was saved before, and the same command goes on there") from None
     known = len({(prompt, y) for prompt, ys in asked for y in ys}) - scored

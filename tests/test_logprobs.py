@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from refcache import (
-    HEAD_ROWS, SHARED, BadInput, checkpoint_layers, completion_logprobs, context_length, micro_batches, why_not_shared,
+    HEAD_ROWS, SHARED, BadInput, checkpoint_layers, completion_logprobs, context_length, load_model, micro_batches, why_not_shared,
     shared_prompt_attention)
 
 P, Q, R = (5, 17, 90, 3, 41, 8, 66), (9, 9, 31), (77,)
@@ -218,3 +218,16 @@ def test_micro_batches_hold_every_group_once(name):
     for budget in (1, 30, 64, 1000):
         batches = micro_batches(model, GROUPS * 3, budget)
         assert sorted(i for batch in batches for i in batch) == list(range(len(GROUPS) * 3))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_frozen_weights_stored_in_bfloat16_change_no_bit_of_bfloat16_forwards(name, tmp_path):
+    make(name).bfloat16().save_pretrained(tmp_path)
+    whole, stored, trained = (load_model(str(tmp_path), "cpu", *how) for how in (("float32",), ("bfloat16",), ("bfloat16", True)))
+    assert {p.dtype for p in whole.parameters()} == {p.dtype for p in trained.parameters()} == {torch.float32}
+    linear = {p.dtype for p in stored.parameters()} == {torch.float32, torch.bfloat16}
+    assert linear == (name not in ("gpt2", "falcon", "mamba")) and stored.get_input_embeddings().weight.dtype == torch.float32
+    assert why_not_shared(whole) == why_not_shared(stored) and not any("forward" in vars(m) for m in stored.modules())
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        one, two = (sum(completion_logprobs(model, GROUPS), []) for model in (whole, stored))
+    assert all(map(torch.equal, one, two))

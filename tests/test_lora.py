@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from runs import BOTH, GROUPS, IDS, LORA, MODEL, adapt, alike, distance, logprobs, needs_peft, of, run, settle  # noqa: F401
+from runs import BOTH, GROUPS, IDS, LORA, MODEL, ROOT, adapt, alike, distance, logprobs, needs_peft, of, run, settle  # noqa: F401
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -133,3 +133,24 @@ def test_an_adapter_on_an_adapter_or_on_itself_is_refused(tmp_path):
         (second / "adapter_config.json").write_text(json.dumps(config))
         with pytest.raises(BadInput, match="is an adapter too: merge"):
             refcache.load_model(str(second), "cpu")
+
+
+@pytest.mark.parametrize("script, changes", [("dpo", dict(ref="cache", gradient_checkpointing=True)), ("kto", dict(ref="live")), ("rloo", {})])
+def test_a_base_stored_in_bfloat16_changes_no_bit_of_a_run(run, tmp_path, monkeypatch, script, changes):
+    base = AutoModelForCausalLM.from_pretrained(MODEL).bfloat16()
+    base.save_pretrained(tmp_path / "base")
+    refcache.load_tokenizer(MODEL)[0].save_pretrained(tmp_path / "base")
+    reward = dict(reward=(str(ROOT / "demo/score.py:sentiment"),), max_new_tokens=12, samples=2) if script == "rloo" else {}
+    ended = []
+    for merge in (False, True):
+        for stored in (True, False):
+            with monkeypatch.context() as patch:
+                if not stored: patch.setattr(refcache, "store_frozen", lambda model, dtype: model)
+                ended.append(run(script, model=str(tmp_path / "base"), dtype="bfloat16", merge=merge, **LORA, **reward, **changes))
+            kinds = {p.dtype for name, p in ended[-1].policy.named_parameters() if "lora_" not in name}
+            assert (torch.bfloat16 in kinds) == stored and all(p.dtype == torch.float32 for p in ended[-1].policy.parameters() if p.requires_grad)
+    assert ended[0].history == ended[1].history and ended[0].history[-1] != ended[0].history[0]
+    for name, (one, two) in (("adapter_model", ended[:2]), ("model", ended[2:])):
+        one, two = (load_file(one.out / f"{name}.safetensors") for one in (one, two))
+        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    assert any(not torch.equal(one[name], p) for name, p in base.named_parameters()) and {p.dtype for p in one.values()} == {torch.bfloat16}
