@@ -324,7 +324,7 @@ def _probe(core) -> tuple[tuple[float, float | None], str]:
         inputs, *places = lay_out_shared(groups, device)
         return inputs | {"spans": None}, *places
 
-    # what stands between head and logits: the config's softcap and one of its factors, whichever the logits confirm
+    # what stands between head and logits: the config's softcap and one of its factors, whichever the logits confirm; _token_logps reads it
     cap = getattr(config, "final_logit_softcapping", None)
     factors = [getattr(config, name, None) for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")]
     factors = [f for f in factors if isinstance(f, (int, float)) and f]
@@ -397,10 +397,11 @@ def _decode(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, *ch
     B, k, T = u.shape
     ids, mask = pad(prompts, "left", core.device)  # (B, longest)
     cache = DynamicCache(config=core.config.get_text_config())
-    places = (mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts nobody
-    logits = core(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts nobody
+    logits = core(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     cache.batch_repeat_interleave(k)  # the prompts' keys and values, computed once, for k rows
-    logits, mask, place, u = *(x.repeat_interleave(k, 0) for x in (logits[:, -1], mask, places[:, -1:])), u.flatten(0, 1)
+    logits, mask, position, u = *(x.repeat_interleave(k, 0) for x in (logits[:, -1], mask, positions[:, -1:])), u.flatten(0, 1)
+    # rows[j]: which of the B·k samples the j-th row still in the cache is; finished ones stay there until a quarter is finished
     rows, alive = torch.arange(B * k, device=core.device), torch.ones(B * k, dtype=torch.bool, device=core.device)
     tokens, entropies = torch.zeros(B * k, T, dtype=torch.long, device=core.device), torch.zeros(B * k, T, device=core.device)
     lengths = torch.full((B * k,), T, device=core.device)
@@ -412,12 +413,12 @@ def _decode(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, *ch
         alive &= ~ended
         if t == T - 1 or not alive.any():
             break
-        if alive.sum() <= 0.75 * len(alive):  # finished rows leave, a few at a time: each departure copies the cache
+        if alive.sum() <= 0.75 * len(alive):  # they leave together: each departure copies the cache
             stay = alive.nonzero()[:, 0]
             cache.batch_select_indices(stay)
-            rows, token, mask, place, alive = rows[stay], token[stay], mask[stay], place[stay], alive[stay]
-        mask, place = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), place + 1
-        logits = core(input_ids=token[:, None], attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True).logits[:, -1]
+            rows, token, mask, position, alive = rows[stay], token[stay], mask[stay], position[stay], alive[stay]
+        mask, position = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), position + 1
+        logits = core(input_ids=token[:, None], attention_mask=mask, position_ids=position, past_key_values=cache, use_cache=True).logits[:, -1]
     lengths = lengths.tolist()
     return [tuple(row[:n]) for row, n in zip(tokens.tolist(), lengths)], [row[:n] for row, n in zip(entropies, lengths)]
 
@@ -981,7 +982,7 @@ def with_defaults(args, demo: dict):
     """Fills in what depends on other flags; without --model and --data the demo's."""
     if args.model is None and args.data is None:
         args = replace(args, **{name: value for name, value in demo.items() if getattr(args, name) is None})
-    same = args.ref != "none" and args.model and Path(args.ref_model or args.model) == Path(args.model)
+    same = args.ref != "none" and args.model and Path(args.ref_model or args.model) == Path(args.model)  # however it is spelled
     values = dict(dtype=args.dtype if args.dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32",
                   lr=1e-6 if args.lr is None else args.lr, ref_model=args.model if same else args.ref_model)
     if args.ref == "cache":
@@ -1010,15 +1011,15 @@ def check_args(args, positive: str, *rules: tuple[bool, str]):
         (args.lora_r and adapter_base(args.model), f"{args.model} is an adapter already, which goes on training: leave out --lora_r"),
         (args.merge and not lora, "there is no adapter to --merge: add --lora_r"),
         (not args.lora_r and (args.lora_alpha or args.lora_dropout or args.lora_target != "all-linear"), "--lora_* needs --lora_r"),
-        (value("humanline") and (value("sync_reference") or 1) != 1, "--humanline syncs the reference at every step: leave out --sync_reference"),
-        (value("sync_reference") and args.ref not in ("swap", "live", "adapter"),
+        (value("humanline") and (args.sync_reference or 1) != 1, "--humanline syncs the reference at every step: leave out --sync_reference"),
+        (args.sync_reference and args.ref not in ("swap", "live", "adapter"),
          f"--ref {args.ref} never moves, and --sync_reference and --humanline need a reference that does: use --ref {'adapter' if lora else 'swap'}"),
-        (value("sync_reference") and args.ref == "live" and lora, "the moving reference of a LoRA run is an adapter: use --ref adapter"),
-        (value("sync_mix") not in (None, 1.0) and not value("sync_reference"), "--sync_mix needs --sync_reference"),
-        (value("sync_mix") not in (None, 1.0) and args.ref_dtype != "float32", "--ref_dtype bfloat16 would round the small moves of --sync_mix away: leave one out"),
-        (value("sync_mix") is not None and not 0 < value("sync_mix") <= 1, "--sync_mix must be above 0 and at most 1"),
+        (args.sync_reference and args.ref == "live" and lora, "the moving reference of a LoRA run is an adapter: use --ref adapter"),
+        (args.sync_mix != 1 and not args.sync_reference, "--sync_mix needs --sync_reference"),
+        (args.sync_mix != 1 and args.ref_dtype != "float32", "--ref_dtype bfloat16 would round the small moves of --sync_mix away: leave one out"),
+        (not 0 < args.sync_mix <= 1, "--sync_mix must be above 0 and at most 1"),
         (not 0 <= args.lora_dropout < 1, "--lora_dropout must be at least 0 and less than 1"),
-        ((value("log_eps_p"), value("log_eps_r")) not in ((None, None), (-1.0, 1.5)) and not value("humanline"), "--log_eps_* needs --humanline"),
+        (not value("humanline") and any(value(name) != getattr(type(args), name, None) for name in ("log_eps_p", "log_eps_r")), "--log_eps_* needs --humanline"),
         (value("log_eps_p") is not None and not value("log_eps_p") <= 0 <= value("log_eps_r"), "--log_eps_p must not be above 0, nor --log_eps_r below"),
         (not 0 <= (args.lr or 0) <= 1e30 or not 0 <= args.weight_decay < math.inf or min(args.samples, args.eval_size) < 0,
          "--lr, --weight_decay, --samples and --eval_size must be numbers, not negative, and --lr at most 1e30"),
@@ -1112,6 +1113,7 @@ def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
 
 class Run:
     """The files of a run in --out, and its continuation: the same command goes on after the newest checkpoint.
+    To make one only reads; files are cut back to what counts when the first line is written.
 
     metrics.jsonl    an object a step, nothing in it that would differ in a second run
     samples.jsonl    an object a sampled completion

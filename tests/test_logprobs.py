@@ -231,3 +231,9 @@ def test_frozen_weights_stored_in_bfloat16_change_no_bit_of_bfloat16_forwards(na
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         one, two = (sum(completion_logprobs(model, GROUPS), []) for model in (whole, stored))
     assert all(map(torch.equal, one, two))
+
+
+def test_a_model_saved_in_float32_stays_in_float32(tmp_path):
+    """Else a merged adapter would lose what bfloat16 cannot hold."""
+    make("llama").save_pretrained(tmp_path)
+    assert {p.dtype for p in load_model(str(tmp_path), "cpu", "bfloat16").parameters()} == {torch.float32}

@@ -103,6 +103,16 @@ def test_a_live_reference_in_bfloat16_is_close(run, capsys):
     assert 1e-4 < gap < 0.3 and history[1]["loss"] == pytest.approx(0.6931, abs=0.05)
 
 
+@pytest.mark.parametrize("sync, kinds", [(None, {torch.float32, torch.bfloat16}), (1, {torch.float32})])
+def test_a_live_reference_that_moves_is_in_float32(settle, tmp_path, monkeypatch, sync, kinds):
+    """In bfloat16 it would round its moves away; one that stays is stored as it was saved."""
+    load_model(MODEL, "cpu").bfloat16().save_pretrained(tmp_path / "base")
+    refcache.load_tokenizer(MODEL)[0].save_pretrained(tmp_path / "base")
+    args = settle(model=str(tmp_path / "base"), ref="live", dtype="bfloat16", sync_reference=sync)
+    _, reference = refcache.load_references(SimpleNamespace(args=args), None, [], "cpu")
+    assert {p.dtype for p in reference.model.parameters()} == kinds
+
+
 # --- a reference that moves, and humanline ------------------------------------------------------------------------------
 
 

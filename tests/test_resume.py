@@ -288,6 +288,8 @@ def test_arguments_are_named_before_rows_and_speed_flags_may_change(tmp_path, mo
     with pytest.raises(BadInput, match="with temperature 1.0, and not 0.5"):  # 'rows' sorts before it, but says less
         rloo.main(rloo.Args(**args | dict(temperature=0.5)))
     (tmp_path / "train.jsonl").write_text(rows)
+    board = SimpleNamespace(add_scalar=lambda *a: None, close=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda *a, **k: board))
     rloo.main(rloo.Args(**args | dict(rollout_tokens=50, tensorboard=True)))
 
 
