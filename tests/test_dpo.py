@@ -183,6 +183,15 @@ def test_another_reference_model_is_used(args, tmp_path, capsys):
         main(args)  # its cache, in the same folder, is not this run's
 
 
+def test_a_complete_cache_is_read_and_not_written(args, tmp_path):
+    main(args)
+    shared = tmp_path / "shared.pkl"
+    shutil.copy(Path(args.out) / "reference_logprobs.pkl", shared)
+    before = shared.stat()
+    main(replace(args, ref_cache=str(shared), out=str(tmp_path / "again")))
+    assert (shared.stat().st_ino, shared.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
 def test_a_cache_that_lies_stops_the_run_at_step_0(args):
     main(args)
     path = Path(args.out) / "reference_logprobs.pkl"

@@ -377,7 +377,8 @@ def test_a_reward_changes_no_rows_and_returns_no_dict():
         refcache.call_scorer(lambda **_: {0: 1.0}, "f", [{"prompt": "p", "completion": "x"}], [row])
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path):
+def test_a_tokenizer_larger_than_the_model_is_refused_before_the_first_sample(tmp_path, monkeypatch):
+    monkeypatch.setattr(rloo, "sample", None)
     config = refcache.AutoConfig.from_pretrained(str(ROOT / "demo/model"), vocab_size=50)
     refcache.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     refcache.load_tokenizer(str(ROOT / "demo/model"))[0].save_pretrained(tmp_path)

@@ -167,6 +167,18 @@ def test_generate_obeys_the_flags_and_leaves_no_trace():
     assert torch.equal(state, torch.get_rng_state()) and model.generation_config is own
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_samples_by_generate_are_those_of_the_loop(name, monkeypatch):
+    """The same uniform numbers, so the same tokens, ends and entropy, whether a cache can be expanded or not."""
+    loop, theirs = make(name), make(name)
+    loop.generation_config.eos_token_id = theirs.generation_config.eos_token_id = list(range(2, 12))
+    args = tiny(temperature=3.0, top_p=0.9)
+    monkeypatch.setattr(theirs, "why_not_expanded", "a test", raising=False)
+    one, two = (rollout(model, SPECIAL, PROMPTS, 6, 1, args) for model in (loop, theirs))
+    assert one.groups == two.groups and torch.equal(one.ended, two.ended) and one.ended.any() and not one.ended.all()
+    assert one.entropy == pytest.approx(two.entropy, abs=1e-5)
+
+
 def test_a_cache_that_loses_the_wrong_rows_is_found(monkeypatch):
     model, real = make("llama"), DynamicCache.batch_select_indices
     monkeypatch.setattr(DynamicCache, "batch_select_indices", lambda self, i: real(self, i.flip(0)))
