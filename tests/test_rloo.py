@@ -371,6 +371,8 @@ def test_a_reward_changes_no_rows_and_returns_no_dict():
     row = {"prompt": [{"role": "user", "content": "hi"}], "thing": []}
     assert refcache.call_scorer(wild, "wild", [{"prompt": row["prompt"], "completion": "x"}], [row]) == [1.0]
     assert row == {"prompt": [{"role": "user", "content": "hi"}], "thing": []}
+    for scores in (iter([2]), np.array([2]), torch.tensor([2.0]), (2,)):
+        assert refcache.call_scorer(lambda scores=scores, **_: scores, "f", [{"prompt": "p", "completion": "x"}], [{}]) == [2.0]
     with pytest.raises(BadInput, match="returned a set"):
         refcache.call_scorer(lambda **_: {1.0}, "f", [{"prompt": "p", "completion": "x"}], [row])
     with pytest.raises(BadInput, match="returned a dict, which has no order"):
