@@ -8,8 +8,8 @@ Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation
     python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen     # your model, your data
 
 As long as the reference π_ref does not change, its log-probs are computed once, before the policy is loaded, and kept in a
-file that later runs share: there is never a second model in memory. --ref names the other ways to hold it. A killed run
-goes on where it was: give the same command again.
+file that later runs share: there is never a second model in memory. --ref names the other ways to hold it. The same command
+resumes a killed run, at its newest checkpoint.
 
 Data      rows `prompt, chosen, rejected`, or `chosen, rejected` that begin alike, as strings or as chat messages
           ([{"role": ..., "content": ...}, ...]). Strings get the tokenizer's EOS; chats end as their template ends them.
@@ -19,7 +19,7 @@ Shapes    B pairs in an optimizer batch; whatever the losses see is (B,). w is y
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens (averaged, for simpo) | rewards/margins: their
           difference | rewards/accuracies: share of pairs with a positive margin, ties count 1/2 | logps/chosen,
           logps/rejected: log π(y|x) | humanline/unclamped: share of a pair's tokens whose log-ratio it leaves alone | grad_norm
-          before clipping | lr | num_tokens so far, a prompt counted once. eval_*: the same, held out.
+          before clipping | lr | num_tokens so far, a prompt counted once. eval_*: the same, held out; eval_score: mean --score.
           seconds.jsonl: reference, update.
 """
 import math
@@ -41,7 +41,7 @@ class Args:
     data: str | None = None  # pairs: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
     eval_data: str | None = None  # held-out pairs, in the same formats (default: eval_size prompts of data)
     eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
-    out: str = "out/dpo"  # folder for the model, metrics.jsonl, samples.jsonl, seconds.jsonl, checkpoints, reference_logprobs.pkl
+    out: str = "out/dpo"  # folder for the model, metrics.jsonl, samples.jsonl, seconds.jsonl, checkpoints, args.json, reference_logprobs.pkl
 
     ref: Literal["cache", "swap", "adapter", "live", "none"] = "cache"  # cache: its log-probs, computed once; swap: its weights, on the CPU; adapter: LoRA's start; live: a second model; none: log π_ref = 0
     ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)

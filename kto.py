@@ -10,7 +10,7 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
 
 z estimates KL(π || π_ref); no gradient flows through it. y' is the answer to another prompt; here it is drawn once for every
 row, where the paper pairs the rows of each batch anew, so that its reference log-probs, too, are known before training.
---ref names other ways to hold the reference than that cache. A killed run goes on where it was: give the same command again.
+--ref names other ways to hold the reference than that cache. The same command resumes a killed run, at its newest checkpoint.
 
 Data      rows `prompt, completion, label` (true or false, 1 or 0; HALOs' `output` is read as completion), or pairs
           `prompt, chosen, rejected`, which give one row of each kind; strings or chat messages. Strings get
@@ -21,7 +21,7 @@ Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of the desirabl
           difference | rewards/accuracies: share of rows whose ρ has the sign of their label, ties count 1/2 |
           logps/chosen, logps/rejected: log π(y|x) | count/chosen, count/rejected: rows in the batch | humanline/unclamped: share
           of a row's tokens whose log-ratio it leaves alone | grad_norm before clipping | lr | num_tokens so far, a prompt counted
-          once. A batch of one kind has no mean of the other. eval_*: the same, held out.
+          once. A batch of one kind has no mean of the other. eval_*: the same, held out; eval_score: mean --score.
           seconds.jsonl: reference, update.
 """
 import math
@@ -41,7 +41,7 @@ class Args:
     data: str | None = None  # rows: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
     eval_data: str | None = None  # held-out rows, in the same formats (default: eval_size prompts of data)
     eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
-    out: str = "out/kto"  # folder for the model, metrics.jsonl, samples.jsonl, seconds.jsonl, checkpoints, reference_logprobs.pkl
+    out: str = "out/kto"  # folder for the model, metrics.jsonl, samples.jsonl, seconds.jsonl, checkpoints, args.json, reference_logprobs.pkl
 
     ref: Literal["cache", "swap", "adapter", "live"] = "cache"  # cache: its log-probs, computed once; swap: its weights, on the CPU; adapter: LoRA's start; live: a second model
     ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
@@ -227,6 +227,7 @@ def asked(rows: list[Row], args: Args) -> list:
 
 
 def measure(policy, rows: list[Row], known, args: Args) -> Batch:
+    """What the losses see of some rows. `known` maps (prompt, answer) to the reference's log-probs."""
     """What the losses see of some rows. `known` maps (prompt, answer) to the reference's log-probs."""
     logp, rho, unclamped = log_ratios(policy, groups(rows), known, args)
     label, size = torch.tensor([[row.label, len(row.completion)] for row in rows], device=logp.device).unbind(1)

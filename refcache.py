@@ -4,7 +4,7 @@
     sample(model, tokenizer, prompts, k) k completions of each prompt, which is encoded once
     ReferenceCache                       the same numbers of a frozen model, computed once, kept, saved and shared
     Swap, Live                           a reference whose weights are at hand, for new completions or one that moves
-    encode                               from the rows of a file to groups of token ids: where a prompt ends is decided once
+    encode                               from the rows of a file to token ids: where a prompt ends is decided once
     Run                                  a run's files, its checkpoints, and how it goes on after a kill
 
 A group is `(prompt_ids, [completion_ids, ...])`: tuples of token ids; a completion includes its EOS. DPO asks with groups
@@ -84,7 +84,8 @@ def one_line(error: BaseException) -> str:
 
 @contextmanager
 def refusing(what: str, advice: str = "", code: str = ""):
-    """Whatever a file, a library or a user's function raises in this block becomes one sentence, with the line if the file `code` raised it."""
+    """Whatever a file, a library or a user's function raises in this block becomes a BadInput: `what`, the line if the file `code`
+    raised it, the error, `advice`. BadInput itself and memory that runs out pass."""
     try:
         yield
     except (BadInput, torch.OutOfMemoryError):
@@ -161,7 +162,7 @@ def lay_out_padded(groups: list[Group], device):
 
 
 def pad(rows: list[tuple], side: str, device, value: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask of an ordinary batch, (B, longest) each."""
+    """Token ids and mask of an ordinary batch, (B, longest) each; `side`, left or right, is where `value` fills, with a mask of 0."""
     ids = [torch.tensor(row) for row in rows]
     mask = [torch.ones_like(row) for row in ids]
     return tuple(pad_sequence(x, True, v, side).to(device) for x, v in ((ids, value), (mask, 0)))
@@ -196,17 +197,18 @@ def completion_logprobs(model, groups: list[Group], tokens_per_forward: int = 16
 
 
 def check_rows(core, rows: Iterable[tuple[int, int]], name="the model"):
-    """Refuses a row, of so many tokens with so high an id, that lies outside of the model."""
+    """Raises BadInput for a row that lies outside of the model. Of each comes its number of tokens, and the highest id in it."""
     vocabulary, context = core.get_input_embeddings().weight.shape[0], context_length(core.config)
     for length, highest in rows:
-        if length > context or highest >= vocabulary:
-            raise BadInput(f"a row is longer than {name}'s {context} positions, or has an id beyond its {vocabulary} embeddings: "
-                           "shorten it, or use the model's own tokenizer")
+        if length > context:
+            raise BadInput(f"a row of {length} tokens is longer than {name}'s {context} positions: shorten it")
+        if highest >= vocabulary:
+            raise BadInput(f"a row has the id {highest}, beyond {name}'s {vocabulary} embeddings: use the model's own tokenizer")
 
 
 def log_ratios(model, groups: list[Group], known: Mapping | None, args) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What all three algorithms are made of. Of every completion in turn, (n,) each, differentiable, summed over its tokens:
-    log π(y|x); log π(y|x) − log π_ref(y|x); and without gradient the number of tokens that humanline leaves alone.
+    log π(y|x); log π(y|x) − log π_ref(y|x); and without gradient the number of tokens that humanline leaves alone (without it, all).
 
     `known[prompt, completion]` holds the reference's log-probs (reference_logprobs gives it); None: log π_ref = 0.
     args: dtype, tokens_per_forward; temperature of the samples; humanline with log_eps_p, log_eps_r clamps every token's ratio, arXiv:2509.24207.
@@ -237,7 +239,8 @@ def micro_batches(model, groups: list[Group], tokens_per_forward: int) -> list[l
 
 
 def pack(sizes: list[int], most: int, rows: list[int] | None = None) -> list[list[int]]:
-    """Indices, in batches of at most `most` tokens, largest first. With `rows` each has so many, padded to the first of its batch."""
+    """Indices of items with so many tokens, in batches of at most `most`, largest first; a larger item goes alone. With `rows`
+    item i is that many rows, padded to the first of its batch."""
     batches, load = [], 0
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         cost = rows[i] * sizes[batches[-1][0] if batches else i] if rows else sizes[i]
@@ -363,14 +366,16 @@ def _probe(core) -> tuple[tuple[float, float | None], str]:
 @torch.no_grad()
 def sample(model, tokenizer, prompts: list[tuple], k: int, rng: np.random.Generator, args,
            temperature=1.0, top_p=1.0, top_k=0, rollout_tokens=65536) -> tuple[list[list[tuple]], float]:
-    """k completions of each prompt, token ids with the stop token; and the mean entropy of what their tokens were drawn from, in nats.
+    """k completions of each prompt (token ids), with the stop token; and the mean entropy of what their tokens were drawn from, in nats.
 
     From the model's own distribution, nothing cut off, whatever its generation config says; temperature 0 is greedy. Every prompt
     goes through the model once, then its cache is expanded to k rows. Sample i of prompt b draws its t-th token with the uniform
-    number u[b, i, t] of `rng`: how prompts are batched (rollout_tokens places in a cache) or padded changes no sample.
-    args: max_new_tokens, and dtype of the forwards. A model whose cache cannot be expanded encodes every prompt k times, in
+    number u[b, i, t] of `rng` (generator() makes one): how prompts are batched (rollout_tokens places in a cache) or padded changes
+    no sample, but for rounding at the edge of two tokens. args: max_new_tokens, and dtype of the forwards. A model whose cache cannot be expanded encodes every prompt k times, in
     transformers' generate(), and says so.
     """
+    if not all(prompts):
+        raise BadInput("a prompt without tokens has no continuation: leave it out")
     u = torch.from_numpy(rng.random((len(prompts), k, args.max_new_tokens))).to(model.device)
     core, ends = base_model(model), torch.tensor(sorted(stop_tokens(model, tokenizer)), dtype=torch.long, device=model.device)
     check_rows(core, ((len(prompt) + args.max_new_tokens, max(prompt)) for prompt in prompts))
@@ -512,7 +517,8 @@ class ReferenceCache(Mapping):
 
     def fill(self, load_model: Callable, groups: list[Group], tokens_per_forward=16384, path=None, save_every=60, dtype="float32") -> int:
         """Scores what is missing, with a model that exists for just that long, and returns how many completions that were.
-        `load_model()` is not called if none is; afterwards the model is deleted and the device's memory given back."""
+        `load_model()` makes it and keeps no reference to it; it is not called if nothing is missing. Afterwards the model is
+        deleted and the device's memory given back."""
         missing = len({(p, y) for p, completions in groups for y in completions} - self._logps.keys())
         try:
             if missing:
@@ -523,8 +529,8 @@ class ReferenceCache(Mapping):
         return missing
 
     def score(self, model, groups: list[Group], tokens_per_forward=16384, path=None, save_every=60, dtype="float32", temperature=1.0):
-        """Scores the completions that are missing with `model`. With `path` the cache is saved every `save_every` seconds,
-        when done, and when interrupted. Out of memory halves tokens_per_forward and goes on."""
+        """Scores the completions that are missing with `model`. With `path` the cache is saved every `save_every` seconds, when
+        done, and when an exception or Ctrl-C ends it. Out of memory halves tokens_per_forward and goes on."""
         keys = dict.fromkeys((p, y) for p, completions in groups for y in completions)
         plan, saved = self._plan(model, keys, tokens_per_forward), time.monotonic()
         bar = tqdm(total=sum(map(_tokens, plan)), desc="reference", unit="tok", unit_scale=True, leave=bool(path),
@@ -670,11 +676,14 @@ class Swap:
     the policy's back even when the block raises; the optimizer's state and tied weights never notice.
 
     Only what trains is kept and moved: every weight, or a LoRA adapter alone, whose beginning is then the reference: for
-    a new one (B = 0) the model with its adapters off, for one trained before (an SFT adapter) that adapter.
+    a new one (B = 0) the model with its adapters off, for one trained before (an SFT adapter) that adapter. Without
+    `reference` it is the policy as it is now. Raises BadInput if nothing trains, or the two are not shaped alike.
     """
 
     def __init__(self, policy, reference=None):
         self.policy, self.ours = policy, [p for p in policy.parameters() if p.requires_grad]  # tied ones come once
+        if not self.ours:
+            raise BadInput("nothing in the policy trains, so it has nothing to swap: load it as trainable")
         self.theirs = [torch.empty_like(r, device="cpu", pin_memory=p.is_cuda).copy_(r.detach())  # pinned if the policy is on a GPU
                        for r, p in zip(matching_weights(policy, reference or policy), self.ours)]
         self.saved = [torch.empty_like(r, pin_memory=r.is_pinned()) for r in self.theirs]
@@ -703,7 +712,7 @@ class Swap:
 
 
 class Live(Swap):
-    """The reference as a second model on the device, for comparison or a small one. Only one that moves must be shaped as the policy is."""
+    """The reference as a second model on the device, for comparison or a small one. Only one that moves (sync) must be shaped as the policy is."""
 
     def __init__(self, policy, reference, moves: bool):
         self.model, self.ours = reference, [p for p in policy.parameters() if p.requires_grad]
@@ -819,8 +828,8 @@ def tokenizer_digest(tokenizer) -> str:
 
 
 def load_model(name: str, device: str, dtype: str = "float32", trainable: bool = False):
-    """A checkpoint in float32 and in eval mode: dropout would add noise to every log-ratio. An adapter comes on its base.
-    `dtype` is that of the forwards, in which what is frozen may be stored."""
+    """A checkpoint (folder or hub name) in float32 and in eval mode: dropout would add noise to every log-ratio. An adapter comes on
+    its base. Frozen, unless `trainable`; `dtype` is that of the forwards to come, in which what is frozen may be stored."""
     if base := adapter_base(name):
         with refusing("LoRA adapters need `pip install peft`"):
             import peft
@@ -840,7 +849,7 @@ def load_model(name: str, device: str, dtype: str = "float32", trainable: bool =
 def store_frozen(model, dtype: str):
     """Frozen linear weights that were saved in bfloat16 go back to it, if that is the dtype of the forwards: autocast would make the
     same numbers of their float32 copies in every forward. No result changes; the base of a LoRA run takes half of the memory."""
-    if dtype == "bfloat16" and model.saved_dtype == torch.bfloat16 and not base_model(model)._is_stateful:  # recurrent layers read weights themselves
+    if dtype == "bfloat16" and getattr(model, "saved_dtype", None) == torch.bfloat16 and not base_model(model)._is_stateful:  # recurrent layers read weights themselves
         for module in model.modules():
             if type(module) is torch.nn.Linear and not module.weight.requires_grad and module.weight is not model.get_input_embeddings().weight:
                 module.weight.data = module.weight.data.bfloat16()
@@ -849,7 +858,7 @@ def store_frozen(model, dtype: str):
 
 @contextmanager
 def read_frozen(model):
-    """Outside of autocast: what store_frozen stores in bfloat16 is read as float32, a layer at a time."""
+    """For forwards outside of autocast: what store_frozen stored in bfloat16 is read as float32, a layer at a time."""
     stored = [m for m in model.modules() if type(m) is torch.nn.Linear and m.weight.dtype == torch.bfloat16 and model.dtype == torch.float32]
     for module in stored:
         module.forward = lambda x, m=module: F.linear(x, m.weight.float(), m.bias)
@@ -980,8 +989,10 @@ def call_scorer(function, name: str, samples: list[dict], rows: list[dict]) -> l
 
 def with_defaults(args, demo: dict):
     """Fills in what depends on other flags; without --model and --data the demo's."""
+    def here(value):  # the demo lies beside the scripts, wherever they are started
+        return tuple(map(here, value)) if isinstance(value, tuple) else os.path.relpath(Path(__file__).parent / value) if isinstance(value, str) else value
     if args.model is None and args.data is None:
-        args = replace(args, **{name: value for name, value in demo.items() if getattr(args, name) is None})
+        args = replace(args, **{name: here(value) for name, value in demo.items() if getattr(args, name) in (None, ())})
     same = args.ref != "none" and args.model and Path(args.ref_model or args.model) == Path(args.model)  # however it is spelled
     values = dict(dtype=args.dtype if args.dtype != "auto" else "bfloat16" if torch.cuda.is_available() else "float32",
                   lr=1e-6 if args.lr is None else args.lr, ref_model=args.model if same else args.ref_model)
@@ -1040,7 +1051,7 @@ def load_references(run: "Run", tokenizer, asked: list[Group], device: str):
     if other and find(other, "tokenizer_config.json") and tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer):
         raise BadInput(f"the tokenizer of {other} is not the policy's, so their token ids mean different things: name another --ref_model")
     if args.ref == "cache":
-        reference = fill_cache(args, checkpoint_digest(other) if other else run.identity["weights"], tokenizer, asked, device)
+        reference = fill_cache(args, run.identity["weights"][args.ref_model], tokenizer, asked, device)
     policy = load_policy(args, device)
     if args.ref in ("swap", "adapter"):
         reference = Swap(policy, load_model(other, "cpu") if other else None)
@@ -1085,7 +1096,7 @@ def check_start(policy, groups: list[Group], known: Mapping | None, values: str,
 
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """The random numbers of one purpose at one step or epoch: whoever resumes needs no state of them, and no two purposes share any."""
+    """Random numbers that are a function of seed, purpose and step or epoch: whoever resumes needs no state of them, and no two purposes share any."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
@@ -1123,7 +1134,7 @@ class Run:
     """
 
     MAY_DIFFER = {"out", "ref_cache", "ref_ahead", "tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "keep", "tensorboard"}
-    DIGESTS = {"rows": "other rows in the same files", "weights": "other weights in the same --model"}
+    DIGESTS = {"rows": "other rows in the same files", "weights": "other weights behind the same names"}
     FILES = ("metrics", "samples", "seconds")
 
     def __init__(self, args, rows: list):
@@ -1131,7 +1142,10 @@ class Run:
         digest = hashlib.sha256()
         for row in rows:
             digest.update(repr(row).encode("utf-8", "backslashreplace"))
-        self.identity = {"args": json.loads(json.dumps(asdict(args))), "rows": digest.hexdigest(), "weights": checkpoint_digest(args.model)}
+        models = {name for name in (args.model, args.ref_model, getattr(args, "reward_model", None)) if name}
+        code = {spec: _file_digest(spec.rsplit(":", 1)[0]) for spec in (*getattr(args, "reward", ()), args.score) if spec}
+        self.identity = {"args": json.loads(json.dumps(asdict(args))), "rows": digest.hexdigest(), "code": code,
+                         "weights": {name: checkpoint_digest(name) for name in sorted(models)}}
         set_seed(args.seed % 2**32)  # Python's and numpy's too: for reward functions
         try:
             self.out.mkdir(parents=True, exist_ok=True)
@@ -1166,6 +1180,8 @@ class Run:
             if ours.get(name) != theirs.get(name):
                 what = self.DIGESTS[name] if name in self.DIGESTS else f"{name} {theirs.get(name)!r}, and not {ours.get(name)!r}"
                 raise BadInput(f"{self.out} holds {'a finished run' if self.finished else f'a run of {step} steps'} with {what}: name another --out, or delete it")
+        if self.state.get("code") != self.identity["code"]:
+            print(f"the file of a reward or score has changed since {self.newest} was written")
         print(f"{self.out} is finished, after {step} steps: nothing to do. Delete it, or name another --out, to train again" if self.finished
               else f"{self.out} goes on after step {step}")
         return step
@@ -1184,12 +1200,12 @@ class Run:
         return rows
 
     def lap(self, part: str):
-        """The seconds since the step began, or since its last lap, are those of this part of it."""
+        """The seconds since the step began in steps(), or since its last lap, are those of this part of it."""
         now = time.monotonic()
         self.laps[part], self.lapped = round(now - self.lapped, 4), now
 
     def check(self, values: dict):
-        """Refuses to go on from a number that is none."""
+        """Raises Diverged if one of a step's numbers is NaN or infinite."""
         if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
             raise Diverged(f"step {values['step']}: {', '.join(wrong)}; {self.out} keeps what it had: lower --lr, or look at this step's rows, in another --out")
 
@@ -1447,7 +1463,9 @@ def render(tokenizer, prompt, answers, where: str) -> list[str]:
 
 
 def encode(tokenizer, source: str, parse, max_length: int, truncate: bool) -> list[tuple[tuple, list[tuple], dict, str]]:
-    """Reads, renders and tokenizes a dataset: [(prompt ids, [answer ids, ..], row, where), ..]. Says what it left out."""
+    """Reads, renders and tokenizes a dataset: [(prompt ids, [answer ids, ..], row, where), ..], of which the first two make a group.
+    parse(row, where) gives the prompt and its answers, as parse_pair does; `truncate` cuts long prompts at the front instead of
+    dropping their rows. Says what it left out."""
     rows, kept, counts, first = read_rows(source), [], Counter(), {}
     # a chat template writes its own BOS; plain strings get one if the tokenizer gives it to any text
     bos = [tokenizer.bos_token_id] if tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id] else []

@@ -2,15 +2,15 @@
 
 Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv:2402.14740, REINFORCE leave-one-out:
 
-    ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x)        y_1 .. y_k ~ π(·|x)
-    R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
+    (1)   ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x)        y_1 .. y_k ~ π(·|x)
+    (2)   R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
 
     python rloo.py                                                                         # the demo: offline, under a minute
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
 
 A prompt costs its tokens once, whatever k is: once in the rollout, whose cache is expanded to k rows, once in the reference
-pass and once in training. The reference scores all samples of a step together: its weights come in and go out once. A killed
-run goes on where it was: give the same command again.
+pass and once in training. The reference scores all samples of a step together: its weights come in and go out once. The same
+command resumes a killed run, at its newest checkpoint.
 
 Data      rows `prompt`, a string or chat messages, and any columns for the reward. rewards.py:f is a function
           f(prompts, completions, **columns) -> one float a completion, or None where it has nothing to say: 0 beside other
@@ -20,7 +20,8 @@ Shapes    B prompts a step, k samples each: rewards, log-probs and advantages ar
 Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function | frac_reward_zero_std: prompts whose
           samples all got the same | kl: log π − log π_ref, a token | entropy: of the distribution that was sampled from, in nats a token |
           completions/mean_length | completions/clipped_ratio: samples that max_new_tokens cut off | clip_ratio: ratios beyond the clip that
-          lost their gradient | loss | grad_norm before clipping | lr | num_tokens so far, a prompt counted once. eval_*: held out.
+          lost their gradient | loss | grad_norm before clipping (these three of the step's last update) | lr | num_tokens so far, a prompt
+          counted once. eval_*: held out; eval_score: mean --score.
           seconds.jsonl: rollout, reward, reference, update.
 """
 import math
@@ -40,7 +41,7 @@ class Args:
     data: str | None = None  # prompts: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
     eval_data: str | None = None  # held-out prompts, in the same formats (default: eval_size prompts of data)
     eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
-    out: str = "out/rloo"  # folder for the model, metrics.jsonl, samples.jsonl, seconds.jsonl and args.json
+    out: str = "out/rloo"  # folder for the model, metrics.jsonl, samples.jsonl, seconds.jsonl, checkpoints, args.json
 
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats or None; several are added
     reward_model: str | None = None  # a sequence classifier with one output, added too: folder or hub name
@@ -90,7 +91,7 @@ class Args:
     save_every: int = 100  # steps between checkpoints, from which the same command goes on
     keep: int = 1  # checkpoints that stay
     eval_every: int | None = None  # steps between evaluations (default: before and after only)
-    samples: int = 64  # held-out prompts answered before and after
+    samples: int = 64  # held-out prompts answered at every evaluation
     score: str | None = None  # FILE.py:FUNCTION like a reward, for these answers only
     show_data: bool = False  # print one prompt as the model reads it, and stop
     tensorboard: bool = False  # also write TensorBoard events
@@ -116,7 +117,7 @@ def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
     """(B, k) -> (B, k): each reward minus the mean of its siblings'. NaN is a sample left out: it has no advantage and is in no
     baseline; alone, a sample has nothing to be compared with. Never divided by the standard deviation: that would be biased."""
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (B, 1)
-    baseline = (rewards.nansum(dim=1, keepdim=True) - rewards) / (counts - 1)
+    baseline = (rewards.nansum(dim=1, keepdim=True) - rewards) / (counts - 1)  # of (1)
     return torch.where(counts > 1, rewards - baseline, 0.0).nan_to_num(0.0)
 
 
@@ -154,7 +155,7 @@ class Rollout(NamedTuple):
 
 
 def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Rollout:
-    """k samples of each prompt from the policy as it is, a function of (seed, step): no batching or padding changes them."""
+    """y_1 .. y_k ~ π(·|x) of (1), for each prompt, a function of (seed, step): no batching or padding changes them."""
     completions, entropy = sample(policy, tokenizer, prompts, k, generator(args.seed, "rollout", step), args,
                                   args.temperature, args.top_p, args.top_k, args.rollout_tokens)
     stop = stop_tokens(policy, tokenizer)
@@ -196,10 +197,10 @@ def load_rewards(args: Args, device: str) -> list[tuple]:
     return list(zip(names, functions.values(), args.reward_weights or [1.0] * len(names)))
 
 
-def judge(rollout: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) -> tuple[torch.Tensor, list[dict], dict]:
+def judge(drawn: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) -> tuple[torch.Tensor, list[dict], dict]:
     """The weighted rewards (B, k), NaN where no function had anything to say; the samples for samples.jsonl; each function's mean."""
-    texts = tokenizer.batch_decode([y for _, ys in rollout.groups for y in ys], skip_special_tokens=True)
-    repeated = [row.row for row, (_, ys) in zip(rows, rollout.groups) for _ in ys]
+    texts = tokenizer.batch_decode([y for _, ys in drawn.groups for y in ys], skip_special_tokens=True)
+    repeated = [row.row for row, (_, ys) in zip(rows, drawn.groups) for _ in ys]
     samples = [{"prompt": row["prompt"], "completion": text} for row, text in zip(repeated, texts)]
     scores = torch.stack([torch.tensor([math.nan if x is None else x for x in call_scorer(function, name, samples, repeated)])
                           for name, function, _ in functions])  # (functions, B·k)
@@ -224,7 +225,7 @@ class Seen(NamedTuple):
 
 
 def backward(policy, groups: list, rewards: torch.Tensor, known, seen: Seen | None, args: Args) -> tuple[Seen, dict[str, float]]:
-    """The gradient of the mean loss, prompt by prompt: the k samples of one are never parted. In the first update of a step
+    """The gradient of the mean loss, one micro-batch of whole prompts after the other. In the first update of a step
     π_old is π itself, so that the forward which carries the gradient also gives the KL; there is no other."""
     first, loss, clipped = seen is None, 0.0, 0.0
     if first:
@@ -234,23 +235,23 @@ def backward(policy, groups: list, rewards: torch.Tensor, known, seen: Seen | No
         if first:
             seen.logp[micro], seen.rho[micro] = logp.detach(), rho.detach()
             reward = rewards[micro].clamp(*args.reward_clip) if args.reward_clip else rewards[micro]
-            seen.advantages[micro] = leave_one_out(reward - args.beta * rho.detach())  # KL before the baseline
+            seen.advantages[micro] = leave_one_out(reward - args.beta * rho.detach())  # (2), and then its baseline (1)
         losses = policy_loss(logp, seen.logp[micro], seen.advantages[micro], args.clip_eps)
-        (losses.sum() / rewards.numel()).backward()  # also divided by the samples left out: their gradient is 0
+        (losses.sum() / rewards.numel()).backward()  # the mean of (1), over all samples: those left out have no gradient
         ratio, A = (logp - seen.logp[micro]).detach().exp(), seen.advantages[micro]
         clipped += ((ratio > 1 + args.clip_eps) & (A > 0) | (ratio < 1 - args.clip_eps) & (A < 0)).sum().item() / rewards.numel()
         loss += losses.sum().item() / rewards.numel()
     return seen, {"loss": loss, "clip_ratio": clipped}
 
 
-def metrics(rollout: Rollout, rewards: torch.Tensor, rho: torch.Tensor | None) -> dict[str, float]:
-    known, lengths = rewards[~rewards.isnan()], [len(y) for _, ys in rollout.groups for y in ys]
+def metrics(drawn: Rollout, rewards: torch.Tensor, rho: torch.Tensor | None) -> dict[str, float]:
+    judged, lengths = rewards[~rewards.isnan()], [len(y) for _, ys in drawn.groups for y in ys]
     same = [row[~row.isnan()] for row in rewards]
     values = {"completions/mean_length": float(np.mean(lengths)),
-              "completions/clipped_ratio": 1 - rollout.ended.float().mean().item(), "entropy": rollout.entropy,
+              "completions/clipped_ratio": 1 - drawn.ended.float().mean().item(), "entropy": drawn.entropy,
               "frac_reward_zero_std": float(np.mean([len(row) < 2 or bool((row == row[0]).all()) for row in same]))}
-    if len(known):
-        values |= {"reward": known.mean().item(), "reward_std": known.std(correction=0).item()}
+    if len(judged):
+        values |= {"reward": judged.mean().item(), "reward_std": judged.std(correction=0).item()}
     if rho is not None:
         values["kl"] = rho.sum().item() / sum(lengths)
     return values
@@ -261,12 +262,12 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list[tupl
     """One sample of each held-out prompt, always with the same random numbers."""
     if not rows:
         return [], {}
-    answers = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
-    rewards, samples, means = judge(answers, rows, tokenizer, functions)
-    known = reference_logprobs(reference, answers.groups, args)
+    drawn = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
+    rewards, samples, means = judge(drawn, rows, tokenizer, functions)
+    known = reference_logprobs(reference, drawn.groups, args)
     with eval_mode(policy):
-        rho = log_ratios(policy, answers.groups, known, args)[1] if known is not None else None
-    values = metrics(answers, rewards, rho) | means
+        rho = log_ratios(policy, drawn.groups, known, args)[1] if known is not None else None
+    values = metrics(drawn, rewards, rho) | means
     if "rewards/--score" in values:
         values["score"] = values.pop("rewards/--score")
     return samples, {f"eval_{name}": value for name, value in values.items() if name != "frac_reward_zero_std"}
@@ -274,10 +275,9 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list[tupl
 
 def settle(args: Args) -> Args:
     """Fills in the defaults that depend on others, and refuses what cannot be meant."""
-    if args.model is None and args.data is None and not args.reward and not args.reward_model:
-        args = replace(args, reward=("demo/score.py:sentiment",))
+    demo = DEMO if args.reward_model else DEMO | dict(reward=("demo/score.py:sentiment",))
     ref = args.ref or ("none" if args.beta == 0 else "adapter" if args.lora_r or args.model and adapter_base(args.model) else "swap")
-    args = with_defaults(replace(args, ref=ref), DEMO)
+    args = with_defaults(replace(args, ref=ref), demo)
     count = len(args.reward) + bool(args.reward_model)
     check_args(
         args, "rollout_tokens updates_per_rollout top_p",
@@ -339,32 +339,32 @@ def main(args: Args) -> list[dict]:
         rows = [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
         for group in optimizer.param_groups:
             group["lr"] = args.lr * lr_factor(step, steps, args.warmup, args.schedule)
-        samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
+        drawn = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
         run.lap("rollout")
-        rewards, texts, means = judge(samples, rows, tokenizer, functions)
-        counted = torch.where(samples.ended, rewards, math.nan) if args.mask_truncated else rewards
+        rewards, samples, means = judge(drawn, rows, tokenizer, functions)
+        counted = torch.where(drawn.ended, rewards, math.nan) if args.mask_truncated else rewards
         run.lap("reward")
-        known, seen = reference_logprobs(reference, samples.groups, args), None
+        known, seen = reference_logprobs(reference, drawn.groups, args), None
         run.lap("reference")
         for update in range(args.updates_per_rollout):
-            seen, losses = backward(policy, samples.groups, counted.to(device), known, seen, args)
+            seen, losses = backward(policy, drawn.groups, counted.to(device), known, seen, args)
             losses["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
             run.check({"step": step, **losses})
             if update == 0:
                 if step == 1:
-                    check_start(policy, samples.groups, known, f"KL {seen.rho.mean():.1e}", args)
+                    check_start(policy, drawn.groups, known, f"KL {seen.rho.mean():.1e}", args)
                 if args.sync_reference and step % args.sync_reference == 0:
                     reference.sync(args.sync_mix)  # before the update: the reference stays one step behind
             optimizer.step()
             optimizer.zero_grad()
         run.lap("update")
-        tokens += sum(len(prompt) + sum(map(len, ys)) for prompt, ys in samples.groups)
-        values = {"step": step, **metrics(samples, rewards, seen.rho if reference else None), **means, **losses, "lr": group["lr"], "num_tokens": tokens}
+        tokens += sum(len(prompt) + sum(map(len, ys)) for prompt, ys in drawn.groups)
+        values = {"step": step, **metrics(drawn, rewards, seen.rho if reference else None), **means, **losses, "lr": group["lr"], "num_tokens": tokens}
         answers = []
         if step == steps or args.eval_every and step % args.eval_every == 0:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
             values |= scored
-        run.write(values, answers, texts)
+        run.write(values, answers, samples)
         run.show(f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}")
 
     save_model(policy, tokenizer, out, args.merge)

@@ -185,7 +185,7 @@ def test_the_probe_leaves_training_mode_and_autocast_as_they_were():
 
 @pytest.mark.parametrize("groups, words", [
     ([((), [(5,)])], "without tokens"), ([(P, [()])], "without tokens"), ([(P, [])], "without tokens"),
-    ([((5, 97), [(5,)])], "beyond its 97"), ([(P * 40, [(5,)])], "256 positions")])
+    ([((5, 97), [(5,)])], "id 97, beyond the model's 97"), ([(P * 40, [(5,)])], "256 positions")])
 def test_what_has_no_log_prob_is_refused(groups, words):
     with pytest.raises(BadInput, match=words):
         completion_logprobs(make("llama"), groups)

@@ -202,6 +202,11 @@ def test_log_ratios_by_hand():
         assert (ours - truth).abs().max() < 1e-4 < truth.abs().max()
 
 
+def test_a_policy_that_does_not_train_has_nothing_to_swap():
+    with pytest.raises(BadInput, match="nothing in the policy trains"):
+        Swap(make("llama").requires_grad_(False))
+
+
 # --- what cannot be meant -------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import needs_peft
+from transformers import AutoModelForSequenceClassification
 
 import dpo
 import kto
@@ -271,7 +272,7 @@ def test_other_arguments_or_data_are_refused_with_the_difference(tmp_path, monke
     with pytest.raises(BadInput, match="other rows"):
         dpo.main(args)
     (tmp_path / "train.jsonl").write_text("".join(open(ROOT / "demo/pairs.jsonl").readlines()[:40]))
-    with monkeypatch.context() as patch, pytest.raises(BadInput, match="other weights in the same --model"):
+    with monkeypatch.context() as patch, pytest.raises(BadInput, match="other weights behind the same names"):
         patch.setattr(refcache, "checkpoint_digest", lambda name: "another")
         dpo.main(args)
     history = dpo.main(replace(args, tokens_per_forward=200, gradient_checkpointing=True, save_every=1))  # memory and speed may differ
@@ -311,6 +312,29 @@ def test_answers_differ_by_seed(tmp_path):
         dpo.main(dpo.Args(**arguments("dpo", tmp_path, f"out{seed}", steps=1, seed=seed, samples=8)[1]))
         texts.append([row["completion"] for row in map(json.loads, open(tmp_path / f"out{seed}/samples.jsonl")) if row["step"] == 0])
     assert texts[0] != texts[1]
+
+
+def test_another_reward_model_is_refused_and_other_code_of_a_reward_is_said(tmp_path, monkeypatch, capsys):
+    """Code may have been mended, so the run goes on; a reward that changes in silence would be two runs in one."""
+    def judge(scale):
+        config = refcache.AutoConfig.from_pretrained(MODEL, num_labels=1)
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_config(config)
+        model.score.weight.data.mul_(scale)
+        model.save_pretrained(tmp_path / "judge")
+        refcache.load_tokenizer(MODEL)[0].save_pretrained(tmp_path / "judge")
+    judge(1.0)
+    _, args = arguments("rloo", tmp_path, "out", reward_model=str(tmp_path / "judge"))
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        stop_after(patch, 5)
+        rloo.main(rloo.Args(**args))
+    judge(2.0)
+    with pytest.raises(BadInput, match="other weights behind the same names"):
+        rloo.main(rloo.Args(**args))
+    judge(1.0)
+    assert "has changed since" not in capsys.readouterr().out
+    (tmp_path / "reward.py").write_text((tmp_path / "reward.py").read_text() + "# mended")
+    assert len(rloo.main(rloo.Args(**args))) == 7 and "the file of a reward or score has changed since" in capsys.readouterr().out
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------

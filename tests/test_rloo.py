@@ -386,7 +386,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused_before_the_first_sample(tm
     refcache.load_tokenizer(str(ROOT / "demo/model"))[0].save_pretrained(tmp_path)
     args = rloo.Args(model=str(tmp_path), data=str(ROOT / "demo/prompts.jsonl"), reward=(str(ROOT / "demo/score.py") + ":sentiment",),
                      out=str(tmp_path / "out"), steps=1)
-    with pytest.raises(BadInput, match="beyond its 50 embeddings"):
+    with pytest.raises(BadInput, match="beyond the model's 50 embeddings"):
         rloo.main(args)
 
 

@@ -124,6 +124,11 @@ def test_a_row_of_exactly_the_context_fits_and_one_more_does_not():
             call()
 
 
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(BadInput, match="a prompt without tokens"):
+        rollout(make("llama"), SPECIAL, [(5,), ()], 2, 1, tiny())
+
+
 def test_no_rollout_batch_has_more_places_than_rollout_tokens(monkeypatch):
     model, seen = make("llama"), []
     why_not_expanded(model)

@@ -44,3 +44,13 @@ def test_readme_has_commands_of_every_script():
 @pytest.mark.parametrize("script, flags", list(commands()))
 def test_every_command_in_the_readme_parses(script, flags):
     tyro.cli(SCRIPTS[script].Args, args=flags, use_underscores=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_demo_is_found_from_wherever_a_script_is_started(script, tmp_path, monkeypatch):
+    settle, Args = SCRIPTS[script].settle, SCRIPTS[script].Args
+    monkeypatch.chdir(ROOT)
+    assert settle(Args()).model == "demo/model" and settle(Args()).score == "demo/score.py:success"
+    monkeypatch.chdir(tmp_path)
+    args = settle(Args())
+    assert Path(args.model).samefile(ROOT / "demo/model") and Path(args.score.split(":")[0]).exists() and Path(args.data).exists()
