@@ -6,7 +6,7 @@ import torch
 from models import make
 from test_logprobs import GROUPS
 
-from refcache import Swap, completion_logprobs
+from refcache import Swap, completion_logprobs, load_model
 from rloo import Args as RlooArgs
 from rloo import rollout
 
@@ -28,6 +28,15 @@ def test_a_swap_through_pinned_memory_restores_every_bit():
         assert all((p.cpu() == q).all() for p, q in zip(model.parameters(), reference.parameters()))
         raise KeyError
     assert all((p == q).all() for p, q in zip(policy.parameters(), before))
+
+
+def test_frozen_weights_stored_in_bfloat16_change_no_bit(tmp_path):
+    make("llama").bfloat16().save_pretrained(tmp_path)
+    one, two = (load_model(str(tmp_path), "cuda", dtype) for dtype in ("float32", "bfloat16"))
+    assert torch.cuda.is_available() and {p.dtype for p in two.parameters()} == {torch.float32, torch.bfloat16}
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        one, two = (sum(completion_logprobs(model, GROUPS), []) for model in (one, two))
+    assert all(map(torch.equal, one, two))
 
 
 def test_greedy_rollouts_are_those_of_one_row_at_a_time():
