@@ -35,6 +35,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 
@@ -371,8 +372,8 @@ def sample(model, tokenizer, prompts: list[tuple], k: int, rng: np.random.Genera
     From the model's own distribution, nothing cut off, whatever its generation config says; temperature 0 is greedy. Every prompt
     goes through the model once, then its cache is expanded to k rows. Sample i of prompt b draws its t-th token with the uniform
     number u[b, i, t] of `rng` (generator() makes one): how prompts are batched (rollout_tokens places in a cache) or padded changes
-    no sample, but for rounding at the edge of two tokens. args: max_new_tokens, and dtype of the forwards. A model whose cache cannot be expanded encodes every prompt k times, in
-    transformers' generate(), and says so.
+    no sample, but for rounding at the edge of two tokens. args: max_new_tokens, and dtype of the forwards. A model whose cache
+    cannot be expanded encodes every prompt k times, in transformers' generate(), and says so.
     """
     if not all(prompts):
         raise BadInput("a prompt without tokens has no continuation: leave it out")
@@ -384,7 +385,7 @@ def sample(model, tokenizer, prompts: list[tuple], k: int, rng: np.random.Genera
     with eval_mode(model), autocast(model, args.dtype):
         decode = _generate if why_not_expanded(core) else _decode
         for chunk in tqdm(chunks, desc="sample", leave=False, disable=len(chunks) < 2):
-            rows, entropy = decode(core, [prompts[b] for b in chunk], u[chunk], ends, temperature, top_p, top_k)
+            rows, entropy = decode(core, [prompts[b] for b in chunk], u[chunk], ends, partial(draw, temperature=temperature, top_p=top_p, top_k=top_k))
             entropies += entropy
             for n, b in enumerate(chunk):
                 completions[b] = rows[n * k:n * k + k]
@@ -397,8 +398,8 @@ def stop_tokens(model, tokenizer) -> set[int]:
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
 
 
-def _decode(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, *choice) -> tuple[list[tuple], list[torch.Tensor]]:
-    """The sampling loop. u (B, k, T) uniform numbers -> B·k completions, and the entropy at each of their tokens."""
+def _decode(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, draw: Callable) -> tuple[list[tuple], list[torch.Tensor]]:
+    """The sampling loop. u (B, k, T) uniform numbers -> B·k completions, and what else `draw` says of each token: its entropy."""
     B, k, T = u.shape
     ids, mask = pad(prompts, "left", core.device)  # (B, longest)
     cache = DynamicCache(config=core.config.get_text_config())
@@ -411,7 +412,7 @@ def _decode(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, *ch
     tokens, entropies = torch.zeros(B * k, T, dtype=torch.long, device=core.device), torch.zeros(B * k, T, device=core.device)
     lengths = torch.full((B * k,), T, device=core.device)
     for t in range(T):
-        token, entropy = draw(logits, u[rows, t], *choice)
+        token, entropy = draw(logits, u[rows, t])
         tokens[rows, t], entropies[rows, t] = token, entropy
         ended = alive & torch.isin(token, ends)
         lengths[rows[ended]] = t + 1
@@ -444,13 +445,13 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_
     return token.clamp(max=probs.shape[-1] - 1), -torch.special.xlogy(probs, probs).sum(-1)
 
 
-def _generate(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, *choice) -> tuple[list[tuple], list[torch.Tensor]]:
+def _generate(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, draw: Callable) -> tuple[list[tuple], list[torch.Tensor]]:
     """The same by transformers' generate(), k rows a prompt, for caches that cannot be expanded."""
     ids, mask = pad([prompt for prompt in prompts for _ in range(u.shape[1])], "left", core.device)
     u, stop, entropies = u.flatten(0, 1), set(ends.tolist()), []
 
     def ours(_, logits):  # all but the token that we draw becomes impossible, so that generate()'s greedy choice is ours
-        token, entropy = draw(logits, u[:, len(entropies)], *choice)
+        token, entropy = draw(logits, u[:, len(entropies)])
         entropies.append(entropy)
         return torch.full_like(logits, -math.inf).scatter(1, token[:, None], 0.0)
     config = GenerationConfig(do_sample=False, max_new_tokens=u.shape[1], eos_token_id=ends.tolist() or None, pad_token_id=0)
@@ -464,21 +465,23 @@ def _generate(core, prompts: list[tuple], u: torch.Tensor, ends: torch.Tensor, *
 
 
 def why_not_expanded(core) -> str:
-    """Why this model's cache cannot be expanded to k rows; "" if it can. Decided once a model, by a small trial of the sampling loop,
-    with padding and with rows that leave: the entropies must be those of one forward a row."""
+    """Why this model's cache cannot be expanded to k rows; "" if it can. Decided once a model, by a small trial of the sampling loop, with
+    padding, rows that leave, and tokens that are given: their log-probs must be those of completion_logprobs."""
+    def given(logits, token):
+        return token, -F.cross_entropy(logits.float(), token, reduction="none")
     if not hasattr(core, "why_not_expanded"):
-        ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 12).long().tolist()
-        prompts, u = [tuple(ids[:7]), tuple(ids[7:])], torch.linspace(0.05, 0.95, 24, device=core.device).view(2, 3, 4)
+        ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 36, device=core.device).long()
+        prompts, tokens = [tuple(ids[:7].tolist()), tuple(ids[7:12].tolist())], ids[12:].view(2, 3, 4)
         try:
             if core._is_stateful:
                 raise CannotShare("its layers keep a state that is not a cache of keys and values")
-            rows, _ = _decode(core, prompts, u, torch.empty(0, dtype=torch.long, device=core.device))
-            rows, entropies = _decode(core, prompts, u, torch.tensor([rows[0][0], rows[4][0]], device=core.device))
-            logits = [core(input_ids=torch.tensor([prompts[i // 3] + y], device=core.device), use_cache=False).logits[0, -len(y) - 1:-1]
-                      for i, y in enumerate(rows)]
-            gap = (torch.cat(entropies) - torch.cat([draw(x, u.new_zeros(len(x)))[1] for x in logits])).abs().max().item()
-            if not gap < (1e-4 if core.dtype == torch.float32 and not torch.is_autocast_enabled(core.device.type) else 0.1):
-                raise CannotShare(f"it changed an entropy by {gap:.1g} nats")
+            with torch.autocast(core.device.type, enabled=False), read_frozen(core):
+                rows, ours = _decode(core, prompts, tokens, torch.stack([tokens[0, 0, 0], tokens[1, 1, 0], tokens[0, 1, 1]]), given)
+                truth = completion_logprobs(core, list(zip(prompts, (rows[:3], rows[3:]))))
+            ours, truth = torch.cat(ours), torch.cat(list(chain.from_iterable(truth)))
+            gap = ((ours - truth).abs() / (1 + truth.abs())).max().item()
+            if not gap < (1e-4 if core.dtype == torch.float32 else 0.05):
+                raise CannotShare(f"it changed a log-prob by {gap:.1g} of itself")
             core.why_not_expanded = ""
         except torch.OutOfMemoryError:
             raise
@@ -848,7 +851,7 @@ def load_model(name: str, device: str, dtype: str = "float32", trainable: bool =
 
 def store_frozen(model, dtype: str):
     """Frozen linear weights that were saved in bfloat16 go back to it, if that is the dtype of the forwards: autocast would make the
-    same numbers of their float32 copies in every forward. No result changes; the base of a LoRA run takes half of the memory."""
+    same numbers of their float32 copies in every forward. No result changes; the base of a LoRA run takes about half of the memory."""
     if dtype == "bfloat16" and getattr(model, "saved_dtype", None) == torch.bfloat16 and not base_model(model)._is_stateful:  # recurrent layers read weights themselves
         for module in model.modules():
             if type(module) is torch.nn.Linear and not module.weight.requires_grad and module.weight is not model.get_input_embeddings().weight:

@@ -103,7 +103,7 @@ def wrong(self, repeats, real=DynamicCache.batch_repeat_interleave):
     for layer in self.layers: layer.values = layer.values + 1
 
 
-@pytest.mark.parametrize("expand, words", [(lambda self, repeats: 1 / 0, "division by zero"), (wrong, "changed an entropy")])
+@pytest.mark.parametrize("expand, words", [(lambda self, repeats: 1 / 0, "division by zero"), (wrong, "changed a log-prob")])
 def test_a_cache_that_cannot_be_expanded_is_not_and_says_so_once(expand, words, monkeypatch, capsys):
     model, ask = make("llama"), lambda model, heat, step=1: rollout(model, SPECIAL, PROMPTS, 3, step, tiny(temperature=heat)).groups
     truth = ask(make("llama"), 0.0)
@@ -140,7 +140,7 @@ def test_no_rollout_batch_has_more_places_than_rollout_tokens(monkeypatch):
 
 def test_samples_come_from_forwards_in_dtype(monkeypatch):
     model, seen = make("llama"), set()
-    monkeypatch.setattr(refcache, "draw", lambda logits, *rest, real=draw: seen.add(logits.dtype) or real(logits, *rest))
+    monkeypatch.setattr(refcache, "draw", lambda logits, *rest, real=draw, **choice: seen.add(logits.dtype) or real(logits, *rest, **choice))
     rollout(model, SPECIAL, PROMPTS, 2, 1, tiny(dtype="bfloat16"))
     assert seen == {torch.bfloat16}
 
@@ -184,10 +184,18 @@ def test_samples_by_generate_are_those_of_the_loop(name, monkeypatch):
     assert one.entropy == pytest.approx(two.entropy, abs=1e-5)
 
 
-def test_a_cache_that_loses_the_wrong_rows_is_found(monkeypatch):
-    model, real = make("llama"), DynamicCache.batch_select_indices
-    monkeypatch.setattr(DynamicCache, "batch_select_indices", lambda self, i: real(self, i.flip(0)))
-    assert "changed an entropy" in why_not_expanded(model)
+@pytest.mark.parametrize("scale", [1, 60])  # 60: surer than any trained model, with entropies of 0
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name, fault", [("batch_select_indices", lambda real: lambda self, i: real(self, i.flip(0))),
+                                         ("batch_repeat_interleave", lambda real: lambda self, k: [real(self, k), [setattr(x, "values", x.values.flip(0)) for x in self.layers]])])
+def test_a_cache_that_confuses_its_rows_is_found_however_sure_the_model_is(monkeypatch, capsys, scale, dtype, name, fault):
+    right, broken = make("llama"), make("llama")
+    for model in (right, broken): model.lm_head.weight.data.mul_(scale)
+    rollout(right, SPECIAL, PROMPTS, 3, 1, tiny(dtype=dtype))
+    assert right.why_not_expanded == ""
+    monkeypatch.setattr(DynamicCache, name, fault(getattr(DynamicCache, name)))
+    rollout(broken, SPECIAL, PROMPTS, 3, 1, tiny(dtype=dtype))
+    assert "changed a log-prob" in broken.why_not_expanded and "each encodes its prompt" in capsys.readouterr().out
 
 
 def test_random_numbers_differ_by_seed_purpose_and_n():
