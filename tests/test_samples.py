@@ -201,3 +201,14 @@ def test_a_cache_that_confuses_its_rows_is_found_however_sure_the_model_is(monke
 def test_random_numbers_differ_by_seed_purpose_and_n():
     streams = [generator(*what).random() for what in ((0, "order"), (1, "order"), (0, "rollout"), (0, "order", 1))]
     assert len(set(streams)) == 4
+
+
+@pytest.mark.parametrize("ask, broken", [(refcache.why_not_expanded, "_decode"), (refcache.why_not_shared, "lay_out_shared")])
+def test_memory_that_runs_out_in_a_trial_is_no_verdict_on_the_model(monkeypatch, ask, broken):
+    def full(*_): raise torch.OutOfMemoryError("CUDA out of memory")
+    model = make("llama")
+    refcache.why_not_shared(model) if broken == "_decode" else None
+    with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(refcache, broken, full)
+        ask(model)
+    with torch.no_grad(): assert ask(model) == ""
