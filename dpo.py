@@ -7,85 +7,99 @@ Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation
     python dpo.py                                                               # the demo: offline, under a minute
     python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen     # your model, your data
 
-As long as the reference π_ref does not change, its log-probs are computed once, before the policy is loaded, and kept in a
-file that later runs share: there is never a second model in memory. --ref names the other ways to hold it. The same command
-resumes a killed run, at its newest checkpoint.
+The reference π_ref is frozen, so its log-probs are computed once, before the policy is loaded, and kept in a file that
+later runs share: there are never two models in memory. --ref names other ways to hold it. The same command resumes a
+run that was stopped or killed.
 
-Data      rows `prompt, chosen, rejected`, or `chosen, rejected` that begin alike, as strings or as chat messages
-          ([{"role": ..., "content": ...}, ...]). Strings get the tokenizer's EOS; chats end as their template ends them.
-          The rpo losses also want the columns `chosen_reward, rejected_reward`.
-Not here  several GPUs, quantized weights, tools and images.
-Shapes    B pairs in an optimizer batch; whatever the losses see is (B,). w is y_w, the chosen; l is y_l, the rejected.
-Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens (averaged, for simpo) | rewards/margins: their
-          difference | rewards/accuracies: share of pairs with a positive margin, ties count 1/2 | logps/chosen,
-          logps/rejected: log π(y|x) | humanline/unclamped: share of a pair's tokens whose log-ratio it leaves alone | grad_norm
-          before clipping | lr | num_tokens so far, a prompt counted once. eval_*: the same, held out; eval_score: mean --score.
-          seconds.jsonl: reference, update.
+Data      rows `prompt, chosen, rejected`, or `chosen, rejected` that begin alike; strings or chat messages
+          ([{"role": ..., "content": ...}, ...]). Strings get the tokenizer's EOS; chats end as their template says.
+          The rpo losses also need the columns `chosen_reward, rejected_reward`.
+Not here  several GPUs, quantized weights, tools, images.
+Shapes    B pairs in an optimizer batch; what the losses see is (B,). w is y_w, the chosen answer; l the rejected.
+Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens (simpo: averaged) |
+          rewards/margins: their difference | rewards/accuracies: share of pairs where it is positive, ties count 1/2 |
+          logps/chosen, logps/rejected: log π(y|x) | humanline/unclamped: share of tokens whose log-ratio is within its
+          bounds | grad_norm before clipping | lr | num_tokens so far, a prompt counted once. eval_*: held out, eval_score:
+          mean of --score.
 """
+import hashlib
+import importlib
+import json
 import math
+import os
+import shutil
+import signal
+import sys
 import time
-from dataclasses import dataclass, replace
+import zipfile
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_type_hints
 
 import tyro
 
-DEMO = dict(model="demo/model", data="demo/pairs.jsonl", eval_data="demo/pairs_test.jsonl", score="demo/score.py:success", lr=2e-4)
-Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
-               "apo_down", "discopop", "aot", "aot_unpaired", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo"]
+DEMO = {"model": "demo/model", "data": "demo/pairs.jsonl", "eval_data": "demo/pairs_test.jsonl",
+        "score": "demo/score.py:success"}
+TODAY = datetime(2026, 1, 1)  # what chat templates print as today: the same rows every day
+Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
+               "apo_zero", "apo_down", "discopop", "aot", "aot_unpaired", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo",
+               "sft"]
 
 
 @dataclass
 class Args:
-    model: str | None = None  # policy: checkpoint folder or hub name (default: the demo's, with its data)
-    data: str | None = None  # pairs: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
-    eval_data: str | None = None  # held-out pairs, in the same formats (default: eval_size prompts of data)
+    model: str | None = None  # policy: checkpoint folder or hub name; None is the demo's, with its data
+    data: str | None = None  # pairs: .jsonl .json .csv .parquet, or hub NAME[:CONFIG][:SPLIT]
+    eval_data: str | None = None  # held-out pairs, in the same formats; None: eval_size prompts of data
     eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
-    out: str = "out/dpo"  # folder for the model, metrics.jsonl, samples.jsonl, seconds.jsonl, checkpoints, args.json, reference_logprobs.pkl
+    chat_template_kwargs: str = "{}"  # JSON for the chat template, such as {"enable_thinking": false}
+    out: str = "out/dpo"  # folder for the model, metrics.jsonl, samples.jsonl, checkpoint.pt, reference_logprobs.pkl
 
-    ref: Literal["cache", "swap", "adapter", "live", "none"] = "cache"  # cache: its log-probs, computed once; swap: its weights, on the CPU; adapter: LoRA's start; live: a second model; none: log π_ref = 0
-    ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
-    ref_cache: str | None = None  # file of reference log-probs, completed and shared (default: inside out)
-    ref_dtype: Literal["float32", "bfloat16"] = "float32"  # weights of --ref live
-    ref_ahead: int = 16  # batches that one swap scores ahead; speed only, never the result
-    sync_reference: int | None = None  # steps after which the reference follows the policy (TR-DPO); not with cache
+    ref: Literal["cache", "swap", "live", "none"] = "cache"  # reference: log-probs, weights on the CPU, a model, or 0
+    ref_model: str | None = None  # reference: checkpoint folder or hub name; None is the model itself
+    ref_cache: str | None = None  # file of reference log-probs, completed and shared; None: inside out
+    sync_reference: int | None = None  # steps after which the reference follows the policy (TR-DPO); with --ref swap
     sync_mix: float = 1.0  # weight of the policy in each sync; 1 copies it
-    humanline: bool = False  # clamp every token's log-ratio, and sync at every step
-    log_eps_p: float = -1.0  # humanline's lower end, in nats
-    log_eps_r: float = 1.5  # its upper end
+    humanline: tuple[float, float] | None = None  # clamp every token's log-ratio (-1 1.5), sync at every step
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
-    lora_alpha: float | None = None  # its scale is alpha / r (default: 2 r)
-    lora_dropout: float = 0.0  # in training steps only
+    lora_alpha: float | None = None  # its scale is alpha / r; None is 2 r
+    lora_dropout: float = 0.0  # of an adapter, in training steps only
     lora_target: str = "all-linear"  # layer names, comma between them
     merge: bool = False  # save the whole model, the adapter merged into it
 
-    loss: Loss = "sigmoid"  # sigmoid is DPO; preference_loss is the table
-    beta: float = 0.1  # strength of the pull towards the reference; the losses a token want more: sigmoid_norm 5, simpo 2
+    loss: tuple[Loss, ...] = ("sigmoid",)  # sigmoid is DPO; preference_loss is the table; several are added
+    loss_weights: tuple[float, ...] = ()  # of the losses; none: 1 each
+    beta: float = 0.1  # strength of the pull towards the reference; losses per token want more: sigmoid_norm 5, simpo 2
     label_smoothing: float = 0.0  # share of pairs presumed mislabelled, for sigmoid (cDPO), robust, exo_pair and aot
+    divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"  # f-DPO's, in losses of the margin
+    alpha: float = 0.5  # of divergence alpha
+    ld_alpha: float = 1.0  # LD-DPO: weight of tokens beyond the length of the pair's shorter answer
     simpo_gamma: float = 0.5  # simpo's target margin
     rpo_eta: float = 1.0  # rpo's scale of the data's reward differences
-    sft_weight: float = 0.0  # adds this times −log π(chosen), averaged over its tokens
 
-    steps: int | None = None  # optimizer steps (default: as epochs says)
+    steps: int | None = None  # optimizer steps; None: as epochs says
     epochs: float = 1.0  # passes over the data
     batch_size: int = 32  # pairs per optimizer step
-    lr: float | None = None  # peak learning rate (default: 1e-6, for the demo 2e-4)
+    lr: float | None = None  # peak learning rate; None is 1e-6, for the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
     warmup: float = 0.1  # share of the steps
     weight_decay: float = 0.0  # AdamW's
     max_grad_norm: float = 1.0  # longer gradients are clipped
     max_length: int = 1024  # tokens of prompt and answer; longer rows are dropped, and counted
-    truncate: bool = False  # cut the beginning of the prompts of longer rows instead of dropping them
+    truncate: bool = False  # cut the beginning of prompts that are strings instead
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward (auto: bfloat16 on CUDA); what trains and the loss are float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards (auto: bfloat16 on CUDA); weights are float32
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model, whose numbers the last eval_* are
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
     seed: int = 0  # of data order, held-out split and samples
 
     save_every: int = 100  # steps between checkpoints, from which the same command goes on
-    keep: int = 1  # checkpoints that stay
-    eval_every: int | None = None  # steps between evaluations (default: before and after only)
+    eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts answered before and after
     max_new_tokens: int = 128  # of such an answer
     score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, for these answers
@@ -96,83 +110,239 @@ class Args:
 if __name__ == "__main__":
     ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
 
-import torch  # noqa: E402  the slow imports come after the command line, so that --help answers at once
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-
+from filelock import FileLock  # noqa: E402  comes with torch
+from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
+from torch.nn.utils.rnn import pad_sequence  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging, set_seed  # noqa: E402
+from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
+from typeguard import check_type  # noqa: E402  comes with tyro
 from refcache import (  # noqa: E402
-    BadInput, Run, answer, batch_rows, check_args, check_start, command_line, encode, eval_mode, hold_out, load_function, load_references,
-    load_tokenizer, log_ratios, lr_factor, micro_batches, parse_pair, reference_logprobs, reference_window, report, save_model, with_defaults)
+    BadInput, ReferenceCache, Swap, autocast, base_model, check_agreement, checkpoint_digest, completion_logprobs,
+    context_length, eval_mode, log_ratios, micro_batches, one_line, out_of_memory, reference_logprobs, share_prompts,
+    shares_prompts, tokenizer_digest, write_whole)
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss
+# ---- The loss -------------------------------------------------------------------------------------------------------
 
 
 class Batch(NamedTuple):
     """What the losses see of B pairs, (B,) each: sums over the tokens of an answer."""
     logp_w: torch.Tensor  # log π(y_w|x)
     logp_l: torch.Tensor
-    rho_w: torch.Tensor  # log π(y_w|x) − log π_ref(y_w|x)
-    rho_l: torch.Tensor
+    ratio_w: torch.Tensor  # log π(y_w|x) − log π_ref(y_w|x)
+    ratio_l: torch.Tensor
     len_w: torch.Tensor  # |y_w| in tokens
     len_l: torch.Tensor
     score_w: torch.Tensor  # the data's chosen_reward, else 0
     score_l: torch.Tensor
-    unclamped: torch.Tensor | None = None  # share of their tokens that humanline leaves alone
+    unclamped: torch.Tensor  # share of the tokens within humanline's bounds
 
 
-def preference_loss(loss: str, batch: Batch, beta: float, eps=0.0, gamma=0.5, eta=1.0) -> torch.Tensor:
-    """The loss of every pair, (B,), float32. eps is label smoothing, gamma SimPO's margin, eta RPO's reward scale."""
-    logp_w, logp_l, rho_w, rho_l, len_w, len_l, score_w, score_l, _ = batch
-    log_sigma, sigma = F.logsigmoid, torch.sigmoid
-    margin = beta * (rho_w - rho_l)  # of the implicit rewards
-    delta = eta * (score_w - score_l)  # of the data's rewards
+def preference_loss(loss: str, batch: Batch, args: Args) -> torch.Tensor:
+    """The loss of every pair, (B,), float32."""
+    logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, score_w, score_l, _ = batch
+    beta, eps, log_sigma, sigma = args.beta, args.label_smoothing, F.logsigmoid, torch.sigmoid
+    margin = beta * (f_prime(ratio_w, args) - f_prime(ratio_l, args))  # of the implicit rewards
+    delta = args.rpo_eta * (score_w - score_l)  # of the data's rewards
 
     def cdpo(x): return -(1 - eps) * log_sigma(x) - eps * log_sigma(-x)
-    def kl(x, log_q, log_not_q): return sigma(x) * (log_sigma(x) - log_q) + sigma(-x) * (log_sigma(-x) - log_not_q)  # KL(σ(x) || q)
+    def kl(x, log_q, log_not_q): return sigma(x) * (log_sigma(x) - log_q) + sigma(-x) * (log_sigma(-x) - log_not_q)
     def sort(x): return x.sort().values
 
     match loss:
-        case "sigmoid": return -(1 - eps) * log_sigma(margin) - eps * log_sigma(-margin)  # DPO, equation 7; eps > 0 is cDPO
+        case "sigmoid": return cdpo(margin)  # DPO, equation 7: −log σ(margin); label smoothing makes it cDPO
         case "hinge": return torch.relu(1 - margin)  # SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657
-        case "ipo": return (rho_w / len_w - rho_l / len_l - 1 / (2 * beta)) ** 2  # arXiv:2310.12036 (17), averaged over tokens
-        case "sigmoid_norm": return -log_sigma(beta * (rho_w / len_w - rho_l / len_l))  # Tülu 3, arXiv:2411.15124 (6)
-        case "robust": return (-(1 - eps) * log_sigma(margin) + eps * log_sigma(-margin)) / (1 - 2 * eps)  # arXiv:2403.00409
+        case "ipo": return (ratio_w / len_w - ratio_l / len_l - 1 / (2 * beta)) ** 2  # arXiv:2310.12036 (17), per token
+        case "sigmoid_norm": return -log_sigma(beta * (ratio_w / len_w - ratio_l / len_l))  # arXiv:2411.15124 (6)
+        case "robust":  # arXiv:2403.00409
+            return (-(1 - eps) * log_sigma(margin) + eps * log_sigma(-margin)) / (1 - 2 * eps)
         case "exo_pair": return kl(margin, math.log(1 - eps), math.log(eps))  # arXiv:2402.00856 (16)
-        case "nca_pair": return -log_sigma(beta * rho_w) - 0.5 * log_sigma(-beta * rho_w) - 0.5 * log_sigma(-beta * rho_l)  # arXiv:2402.05369
-        case "bco_pair": return -log_sigma(beta * rho_w) - log_sigma(-beta * rho_l)  # arXiv:2404.04656, without its reward shift
-        case "sppo_hard": return (rho_w - 0.5 / beta) ** 2 + (rho_l + 0.5 / beta) ** 2  # arXiv:2405.00675
-        case "apo_zero": return 1 - sigma(beta * rho_w) + sigma(beta * rho_l)  # arXiv:2408.06266
-        case "apo_down": return sigma(beta * rho_w) + 1 - sigma(margin)  # the same
+        case "nca_pair":  # arXiv:2402.05369
+            return -log_sigma(beta * ratio_w) - 0.5 * log_sigma(-beta * ratio_w) - 0.5 * log_sigma(-beta * ratio_l)
+        case "bco_pair": return -log_sigma(beta * ratio_w) - log_sigma(-beta * ratio_l)  # arXiv:2404.04656, not shifted
+        case "sppo_hard": return (ratio_w - 0.5 / beta) ** 2 + (ratio_l + 0.5 / beta) ** 2  # arXiv:2405.00675
+        case "apo_zero": return 1 - sigma(beta * ratio_w) + sigma(beta * ratio_l)  # arXiv:2408.06266
+        case "apo_down": return sigma(beta * ratio_w) + 1 - sigma(margin)  # the same
         case "discopop":  # arXiv:2406.08414; the product with exp(−margin) is taken in logarithms: 0 · inf is no number
             return -sigma(-margin / 0.05) * log_sigma(margin) + torch.exp(log_sigma(margin / 0.05) - margin)
-        case "aot": return cdpo(beta * (sort(logp_w - logp_l) - sort((logp_w - rho_w) - (logp_l - rho_l))))  # arXiv:2406.05882
-        case "aot_unpaired": return cdpo(beta * (sort(rho_w) - sort(rho_l)))  # the same: quantiles of the whole batch
+        case "aot":  # arXiv:2406.05882: quantiles of the whole batch
+            return cdpo(beta * (sort(logp_w - logp_l) - sort((logp_w - ratio_w) - (logp_l - ratio_l))))
+        case "aot_unpaired": return cdpo(beta * (sort(ratio_w) - sort(ratio_l)))  # the same
         case "rpo_sq": return (margin - delta) ** 2  # RPO as NeMo-Aligner has it, after Nemotron-4, arXiv:2406.11704
         case "rpo_bwd_kl": return kl(delta, log_sigma(margin), log_sigma(-margin))
         case "rpo_fwd_kl": return kl(margin, log_sigma(delta), log_sigma(-delta))
-        case "simpo": return -log_sigma(beta * (logp_w / len_w - logp_l / len_l) - gamma)  # arXiv:2405.14734 (6): no reference
+        case "simpo":  # arXiv:2405.14734 (6)
+            return -log_sigma(beta * (logp_w / len_w - logp_l / len_l) - args.simpo_gamma)
+        case "sft": return -logp_w / len_w  # a term to add to others
     raise BadInput(f"there is no loss {loss!r}")
 
 
+WHOLE_BATCH = {"aot", "aot_unpaired"}  # losses that see more than one pair at a time
+
+
+def f_prime(ratio: torch.Tensor, args: Args) -> torch.Tensor:
+    """f'(u) of an f-divergence at u = π/π_ref, up to a constant: f-DPO, arXiv:2309.16240, table 1."""
+    match args.divergence:
+        case "reverse_kl": return ratio
+        case "forward_kl": return -torch.exp(-ratio)
+        case "js": return ratio - F.softplus(ratio)
+        case "alpha": return -torch.exp(-args.alpha * ratio) / args.alpha
+
+
 def objective(batch: Batch, args: Args) -> torch.Tensor:  # (B,)
-    losses = preference_loss(args.loss, batch, args.beta, args.label_smoothing, args.simpo_gamma, args.rpo_eta)
-    return losses - args.sft_weight * batch.logp_w / batch.len_w
+    weights = args.loss_weights or [1.0] * len(args.loss)
+    return sum(weight * preference_loss(loss, batch, args) for loss, weight in zip(args.loss, weights))
 
 
 def metrics(batch: Batch, args: Args) -> dict[str, float]:
-    per_token = args.loss == "simpo"  # its paper's reward
-    reward_w = args.beta * batch.rho_w / (batch.len_w if per_token else 1)
-    reward_l = args.beta * batch.rho_l / (batch.len_l if per_token else 1)
-    margin = reward_w - reward_l
-    accuracy = torch.where(margin.abs() < 1e-5, 0.5, (margin > 0).float())  # a tie, to rounding, counts one half
-    values = {"loss": objective(batch, args), "rewards/chosen": reward_w, "rewards/rejected": reward_l, "rewards/margins": margin,
+    len_w, len_l = (batch.len_w, batch.len_l) if "simpo" in args.loss else (1, 1)  # its paper's reward is per token
+    ratio_w, ratio_l = batch.ratio_w / len_w, batch.ratio_l / len_l
+    difference = ratio_w - ratio_l
+    accuracy = torch.where(difference.abs() < 1e-4, 0.5, (difference > 0).float())  # equal, to rounding: one half
+    values = {"loss": objective(batch, args), "rewards/chosen": args.beta * ratio_w,
+              "rewards/rejected": args.beta * ratio_l, "rewards/margins": args.beta * difference,
               "rewards/accuracies": accuracy, "logps/chosen": batch.logp_w, "logps/rejected": batch.logp_l}
     values |= {"humanline/unclamped": batch.unclamped} if args.humanline else {}
     return {name: value.mean().item() for name, value in values.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data
+# ---- Data: the same in dpo.py, kto.py and rloo.py -------------------------------------------------------------------
+
+
+class Skip(ValueError):
+    """A row that is left out and counted. The message says why."""
+
+
+@contextmanager
+def refusing(what: str):
+    """Turns any exception raised in this block into a BadInput error, except BadInput, Skip and out of memory."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, (BadInput, Skip)) or out_of_memory(error):
+            raise
+        raise BadInput(f"{what}: {one_line(error)}") from error
+
+
+def read_rows(source: str) -> list[tuple[str, dict]]:
+    """The rows of a file or a hub dataset NAME[:CONFIG][:SPLIT], each with its place: [("x.jsonl line 3", {..})]."""
+    kind, is_file, rows = Path(source).suffix[1:].lower(), Path(source).is_file(), []
+    known = kind in ("jsonl", "json", "csv", "parquet")
+    if known != is_file:
+        raise BadInput(f"cannot read {source}: " + ("there is no such file" if known else "its name must end with .jsonl, "
+                                                    ".json, .csv or .parquet"))
+    if kind == "jsonl":  # by hand, so that an error can name the line
+        with refusing(f"cannot read {source}"):
+            lines = Path(source).read_bytes().decode("utf-8-sig").split("\n")
+        for n, line in enumerate(lines, 1):
+            with refusing(f"cannot read {source} line {n}"):
+                if line.strip():
+                    rows.append((f"{source} line {n}", {} | json.loads(line)))  # only an object can be joined to one
+        return rows
+    with refusing(f"cannot read {source} (only .jsonl does without `pip install datasets`)"):
+        import datasets
+        name, *rest = source.split(":")
+        table = datasets.load_dataset(kind, data_files=[source], split="train") if is_file else \
+            datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
+        return [(f"{source} row {n}", row) for n, row in enumerate(table, 1)]
+
+
+def text_of(row: dict, name: str, where: str) -> str | list[dict]:
+    """A column that holds a string or chat messages."""
+    text = row.get(name)
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {[*row]})"):
+        if not all(isinstance(message[key], str) for message in messages for key in ("role", "content")):
+            raise TypeError("role and content must be strings")
+        if isinstance(text, str) and text.startswith("[{") and "role" in text[:20]:
+            raise TypeError("these are messages written as a string")
+    if not messages or not messages[-1]["content"].strip():
+        raise Skip(f"{name} is empty")
+    return text
+
+
+def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[int], list[list[int]]]:
+    """What the tokenizer puts in front of a text; and after that the tokens of the prompt, and of prompt + each answer.
+    Strings end with the tokenizer's EOS; chats are what their template says."""
+    front = []
+    with refusing(f"{where} cannot be rendered"):  # no template, no EOS token, a template that refuses a system message
+        if isinstance(prompt, str):
+            end = tokenizer.eos_token
+            texts = [prompt, *(prompt + answer.removesuffix(end) + end for answer in answers)]
+            a, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+            front = whole[:next((i for i in range(len(whole)) if whole[i:i + len(a)] == a), 0)]  # BOS, a language code
+        else:
+            template = {"strftime_now": TODAY.strftime, "tokenize": False} | json.loads(args.chat_template_kwargs)
+            texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **template),
+                     *(tokenizer.apply_chat_template(prompt + answer, **template) for answer in answers)]
+        "".join(texts).encode()  # half of a surrogate pair would crash the tokenizer
+        return front, tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+
+
+def common_prefix(sequences: list) -> int:
+    """How many items at their beginning all sequences have in common."""
+    differ = (n for n, items in enumerate(zip(*sequences)) if any(item != items[0] for item in items))
+    return next(differ, min(map(len, sequences)))
+
+
+def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> list[tuple[tuple, list[tuple], dict]]:
+    """[(prompt ids, [answer ids, ..], row), ..] of the rows that fit; parse(row, where) gives a prompt and its answers.
+    Says what it left out and why. The boundary between prompt and answer is the cache's key: it is drawn only here."""
+    rows, kept, notes, ints = read_rows(source), [], {}, {}
+    for where, row in tqdm(rows, desc=f"tokenize {source}", unit="row", delay=2):
+        try:
+            prompt, answers = parse(row, where)
+            front, ids = tokenize(tokenizer, prompt, answers, args, where)
+            over = len(front) + max(map(len, ids)) - max_length
+            if over > 0:
+                if not (args.truncate and isinstance(prompt, str) and over < len(ids[0])):  # of chats: the roles
+                    raise Skip(f"longer than {max_length} tokens")
+                ids = [x[over:] for x in ids]
+                notes.setdefault(f"truncated to {max_length} tokens", []).append(where)
+            end = common_prefix(ids)  # a token may span the prompt's end, or a template end a lone prompt otherwise
+            if end < len(ids[0]):
+                notes.setdefault("with a prompt cut to the tokens that prompt + answer begin with", []).append(where)
+            parts = [front + ids[0][:end], *(x[end:] for x in ids[1:])]
+            if not all(parts) or any(y == parts[1] for y in parts[2:]):
+                raise Skip("no tokens, or both answers the same")
+            x, *ys = (tuple(ints.setdefault(i, i) for i in part) for part in parts)  # rows share their ints
+            kept.append((x, ys, row | {"prompt": prompt}))
+        except Skip as reason:
+            notes.setdefault(f"dropped: {reason}", []).append(where)
+    counted = (f"{len(places)} {note} (first: {places[0]})" for note, places in notes.items())
+    print(f"{source}: {len(kept)} of {len(rows)} rows", *counted, sep="; ")
+    bad = sum(len(at) for note, at in notes.items() if "dropped" in note and "longer" not in note)
+    if not kept or 2 * bad > len(rows):
+        raise BadInput(f"{source}: " + ("too few rows are left" if rows else "it holds no rows"))
+    return kept
+
+
+# ---- Pairs: the same in dpo.py and kto.py ---------------------------------------------------------------------------
+
+
+def parse_pair(row: dict, where: str):
+    """A row of the file -> its prompt and two answers, as strings or as lists of messages."""
+    chosen, rejected = (text_of(row, name, where) for name in ("chosen", "rejected"))
+    if chosen == rejected:
+        raise Skip("chosen equals rejected")
+    if "prompt" in row:
+        prompt = text_of(row, "prompt", where)
+        if isinstance(prompt, str) and isinstance(chosen, list):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, list) and chosen[:len(prompt)] == rejected[:len(prompt)] == prompt:  # whole conversations
+            chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
+        return prompt, [chosen, rejected]
+    end = common_prefix([chosen, rejected])
+    end -= isinstance(chosen, str) and chosen[:end].endswith(" ")  # the space belongs to the answers' first tokens
+    if not 0 < end < min(len(chosen), len(rejected)):
+        raise Skip("no column prompt, and chosen and rejected do not begin alike and then differ")
+    return chosen[:end], [chosen[end:], rejected[end:]]
+
+
+# ---- Rows -----------------------------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -186,47 +356,453 @@ class Row(NamedTuple):
 
 def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
     rows = []
-    for prompt, (chosen, rejected), row, where in encode(tokenizer, source, parse_pair, max_length, args.truncate):
-        scores = [0.0, 0.0]
-        if args.loss.startswith("rpo"):
-            try:
-                scores = [float(row["chosen_reward"]), float(row["rejected_reward"])]
-            except (KeyError, TypeError, ValueError, OverflowError):
-                scores = [math.nan]
-            if not all(map(math.isfinite, scores)):
-                raise BadInput(f"{where}: --loss {args.loss} needs numbers in the columns chosen_reward and rejected_reward")
+    for prompt, (chosen, rejected), row in encode(tokenizer, source, parse_pair, max_length, args):
+        scores = (0.0, 0.0)
+        if any(loss.startswith("rpo") for loss in args.loss):
+            with refusing(f"{source}: --loss rpo_* needs numbers in the columns chosen_reward and rejected_reward"):
+                scores = float(row["chosen_reward"]), float(row["rejected_reward"])
         rows.append(Row(prompt, chosen, rejected, *scores, row))
     return rows
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
 
 
 def groups(rows: list[Row]) -> list:
     return [(row.prompt, [row.chosen, row.rejected]) for row in rows]
 
 
+# ---- Models: the same in dpo.py, kto.py and rloo.py -----------------------------------------------------------------
+
+
+def find_folder(name: str) -> str:
+    """The folder of a checkpoint: `name` itself, or that of a hub model, fetched if it is not there yet."""
+    if Path(name).is_dir():
+        return name
+    with refusing(f"there is no folder {name}, and no such model on the hub"):
+        from huggingface_hub import snapshot_download  # comes with transformers
+        return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.model", "*.txt", "*model*.safetensors"])
+
+
+def adapter_base(folder: str) -> str | None:
+    """The folder of the model that a LoRA adapter belongs to; None for a whole checkpoint."""
+    file = Path(folder) / "adapter_config.json"
+    if not file.exists():
+        return None
+    with refusing(f"cannot read {file}"):
+        base = find_folder(json.loads(file.read_text())["base_model_name_or_path"])
+        if (Path(base) / "adapter_config.json").exists():
+            raise BadInput(f"its base {base} is an adapter too: merge that first, and name the merged model there")
+        return base
+
+
+def digest_of(folder: str) -> str:
+    with refusing(f"cannot read the model {folder}"):
+        base = adapter_base(folder)
+        return checkpoint_digest(folder, checkpoint_digest(base) if base else "")
+
+
+def load_tokenizer(folder: str):
+    """The tokenizer of a checkpoint, and the number of tokens in its longest row."""
+    base = adapter_base(folder) or folder
+    with refusing(f"cannot load the tokenizer of {folder}"):
+        longest = context_length(AutoConfig.from_pretrained(base, trust_remote_code=False))
+        own = (Path(folder) / "tokenizer_config.json").exists()
+        return AutoTokenizer.from_pretrained(folder if own else base, trust_remote_code=False), longest
+
+
+def from_checkpoint(kind, folder: str):
+    """A model as it was saved, in eval mode and without dropout, which would add noise to every log-ratio."""
+    with refusing(f"cannot load the model {folder}"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        for part in (config, config.get_text_config()):
+            vars(part).update({name: 0.0 for name, p in vars(part).items() if "drop" in name and isinstance(p, float)})
+        model, info = kind.from_pretrained(folder, config=config, dtype="auto", use_safetensors=True,
+                                           trust_remote_code=False, output_loading_info=True)
+    if missing := [*info["missing_keys"], *info["mismatched_keys"]]:
+        raise BadInput(f"{folder} lacks weights ({missing[0]}, ..), which would be noise: name another model")
+    return model.eval()
+
+
+def load_model(folder: str, device: str, args, trains: bool = False):
+    """The policy if it `trains`, with a new adapter if there is --lora_r (LoRA, arXiv:2106.09685), else a frozen
+    reference. An adapter comes on its base. What trains is float32."""
+    base, lora = adapter_base(folder), args.lora_r if trains else None
+    model = from_checkpoint(AutoModelForCausalLM, base or folder)
+    stored, model = model.dtype, model.float().requires_grad_(trains and not base)
+    if base or lora:
+        with refusing("LoRA adapters need `pip install peft`"):
+            import peft
+        with refusing(f"cannot load the adapter {folder}" if base else f"--lora_target {args.lora_target}"):
+            target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
+            config = peft.PeftConfig.from_pretrained(folder) if base else peft.LoraConfig(
+                task_type="CAUSAL_LM", r=lora, lora_alpha=args.lora_alpha or 2 * lora, target_modules=target)
+            if config.is_prompt_learning or base and lora:
+                raise BadInput("it is an adapter already: leave out --lora_r" if lora else "it is no LoRA adapter")
+            config.lora_dropout, config.inference_mode = args.lora_dropout, not trains
+            if base:
+                model = peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                                       use_safetensors=True, autocast_adapter_dtype=False)
+            else:
+                model = peft.get_peft_model(model, config)
+    model = model.eval().to(device)
+    for name, module in model.named_modules():
+        if trains and ".lora_dropout" in name:
+            module.train()  # the one dropout there is; eval_mode turns it off for all but training steps
+    if trains and args.gradient_checkpointing:
+        checkpoint_layers(base_model(model))
+    with refusing(f"{folder} cannot be used"):
+        share_prompts(model, args.dtype)
+    if args.dtype == "bfloat16" and stored == torch.bfloat16 and not base_model(model)._is_stateful:
+        for module in model.modules():  # autocast makes the same bits of float32 copies, in twice the memory
+            if type(module) is torch.nn.Linear and not module.weight.requires_grad:
+                module.weight.data = module.weight.data.bfloat16()
+    return model
+
+
+def checkpoint_layers(model, use_reentrant: bool = False):
+    """Gradient checkpointing. A layer does it only in training mode; what lies inside the layer stays in eval mode."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # later 5.x
+    enable({"use_reentrant": use_reentrant})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def stop_tokens(model, tokenizer) -> list[int]:
+    """The ids that end a completion: the tokenizer's EOS, and what the model's generation config names."""
+    ends = base_model(model).generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    return sorted(end for end in ends if isinstance(end, int))
+
+
+def save_model(model, tokenizer, out: Path, args):
+    """out/model as save_pretrained writes it, whole or not at all. Of a LoRA run it is the adapter, unless --merge."""
+    for folder in (out / ".model", out / "model"):
+        shutil.rmtree(folder, ignore_errors=True)  # of this run, killed when it had nothing left but to finish
+    model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
+    model.to(getattr(torch, args.save_dtype)).save_pretrained(out / ".model")
+    tokenizer.save_pretrained(out / ".model")
+    os.sync()
+    os.replace(out / ".model", out / "model")
+
+
+def hold_reference(folders: dict[str, str], policy, device: str, args):
+    """Swapped in from the CPU (of a LoRA run the adapter alone: the base comes with the policy), or a second model."""
+    if args.ref == "live":
+        return nullcontext(load_model(folders["ref_model"], device, args))
+    other = folders["ref_model"] != folders["model"]
+    return Swap(policy, load_model(folders["ref_model"], "cpu", args) if other else None)
+
+
+def load_function(spec: str) -> Callable:
+    """FILE.py:FUNCTION -> the function. The one place that runs a user's code, because the user asks for it."""
+    with refusing(f"cannot load {spec} as FILE.py:FUNCTION"):
+        file, name = spec.rsplit(":", 1)
+        sys.path.insert(0, str(Path(file).resolve().parent))  # it may import its neighbours, and multiprocessing it
+        module = importlib.import_module(Path(file).stem)
+        if not Path(module.__file__).samefile(file):
+            raise ImportError(f"another module has the name {Path(file).stem}: rename the file")
+        return getattr(module, name)
+
+
+# ---- Cached reference and answers: the same in dpo.py and kto.py ----------------------------------------------------
+
+
+def fill_cache(folder: str, tokenizer, groups: list, device: str, args) -> ReferenceCache:
+    """The reference's log-probs of all groups: from the file, and for the rest from the model, which is then gone."""
+    cache = ReferenceCache(reference=digest_of(folder), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
+    path = args.ref_cache or f"{args.out}/reference_logprobs.pkl"
+    with refusing(f"cannot use --ref_cache {path}"):
+        if Path(path).exists():
+            cache.load(path)
+        else:
+            cache.save(path)  # now, not after the pass: can it be written?
+    scored = cache.fill(lambda: load_model(folder, device, args), groups, args.tokens_per_forward, args.dtype, path)
+    print(f"reference: {scored} completions scored, the others known from {path}")
+    return cache
+
+
+@torch.no_grad()
+def answer(policy, tokenizer, held: list, score: Callable | None, step: int, args) -> tuple[list[dict], dict]:
+    """Samples from the policy's own distribution, as samples.jsonl keeps them, and their mean --score."""
+    longest, samples = context_length(policy.config) - args.max_new_tokens, []
+    rows = [row for row in {row.prompt: row for row in held}.values() if len(row.prompt) <= longest][:args.samples]
+    core, ends = base_model(policy), stop_tokens(policy, tokenizer)
+    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=args.max_new_tokens, pad_token_id=0,
+                              eos_token_id=ends or None)
+    own, core.generation_config = core.generation_config, GenerationConfig()  # generate() would mix them
+    batches = [rows] if rows and shares_prompts(policy) else [[row] for row in rows]  # others may see padding
+    with eval_mode(policy), autocast(policy, args.dtype), refusing(f"cannot sample from {args.model}"):
+        for batch in batches:
+            ids = pad_sequence([torch.tensor(row.prompt) for row in batch], True, 0, "left").to(policy.device)
+            mask = pad_sequence([torch.ones(len(row.prompt)) for row in batch], True, 0, "left").to(policy.device)
+            new = core.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1]:]
+            for row, y in zip(batch, new.tolist()):
+                y = y[:next((t for t, token in enumerate(y) if token in ends), len(y))]
+                text = tokenizer.decode(y, skip_special_tokens=True)
+                samples.append({"step": step, "held_out": True, "prompt": row.row["prompt"], "completion": text})
+    core.generation_config = own
+    if not score or not rows:
+        return samples, {}
+    columns = {name: [row.row.get(name) for row in rows] for name in rows[0].row if name != "prompt"}
+    columns["prompts"] = [sample["prompt"] for sample in samples]
+    columns["completions"] = [y["completion"] if isinstance(y["prompt"], str) else
+                              [{"role": "assistant", "content": y["completion"]}] for y in samples]
+    with refusing(f"--score {args.score} failed"):
+        scores = [math.nan if value is None else float(value) for value in score(**columns)]
+        samples = [sample | {"score": value} for sample, value in zip(samples, scores, strict=True)]
+    return samples, {"eval_score": float(np.nanmean(scores))}
+
+
+# ---- Flags, order, files of a run: the same in dpo.py, kto.py and rloo.py -------------------------------------------
+
+
+MAY_BE_0 = {"lr", "weight_decay", "samples", "eval_size", "warmup", "seed", "lora_dropout", "label_smoothing",
+            "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k"}
+
+
+def refuse(*rules: tuple[bool, str]):
+    for wrong, sentence in rules:
+        if wrong:
+            raise BadInput(sentence)
+
+
+def settle(args):
+    """Fills in the flags that depend on others. Refuses what would silently mean something else."""
+    logging.disable_progress_bar()  # transformers': one per file is noise
+    args = replace(args, **{name: str(value) for name, value in vars(args).items() if isinstance(value, Path)})
+    for name, hint in get_type_hints(type(args)).items():
+        value = vars(args)[name]
+        with refusing(f"--{name} cannot be {value!r}"):  # main() may be called without a command line
+            check_type(value, hint)
+            if type(value) in (int, float) and not (0 <= value < 1e18 and (value or name in MAY_BE_0)):
+                raise ValueError("it must be a number above 0")
+    if args.model is None and args.data is None:
+        demo = {name: os.path.relpath(Path(__file__).parent / path) for name, path in DEMO.items()}
+        refuse((not Path(demo["model"]).exists(), "there is no demo/ beside this script: give --model and --data"))
+        demo |= {"reward": (demo["reward"],)} if "reward" in demo else {}
+        args = replace(args, **{name: value for name, value in demo.items() if not vars(args)[name]},
+                       lr=2e-4 if args.lr is None else args.lr)
+    refuse((not args.model or not args.data, "--model and --data go together: give both, or neither for the demo"),
+           (not args.lora_r and (args.lora_alpha or args.lora_target != "all-linear"),
+            "--lora_alpha and --lora_target need --lora_r"),
+           (args.merge and args.save_dtype != "float32", "--merge would round what was measured: save float32"),
+           (max(args.warmup, args.lora_dropout, args.sync_mix) > 1,
+            "--warmup, --lora_dropout and --sync_mix are at most 1"),
+           (args.sync_reference and args.ref != "swap", "--sync_reference needs --ref swap: no other reference moves"),
+           (args.ref == "none" and args.ref_model, "--ref none uses no --ref_model: leave one out"))
+    auto = "bfloat16" if torch.cuda.is_available() else "float32"
+    return replace(args, lr=1e-6 if args.lr is None else args.lr, dtype=auto if args.dtype == "auto" else args.dtype,
+                   ref_model=args.ref_model or args.model)
+
+
+class Stopped(RuntimeError):
+    """A run that ended early. The message says why, and what is saved."""
+
+
+def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
+    """Random numbers as a function of seed, purpose and step or epoch: a resumed run needs no saved state."""
+    return np.random.default_rng([seed, n, *purpose.encode()])
+
+
+def hold_out(rows: list, size: int, seed: int) -> tuple[list, list]:
+    """Splits off the rows of `size` prompts, at most a tenth of them; all rows of a prompt stay on one side."""
+    prompts = sorted({row.prompt for row in rows})
+    order = generator(seed, "hold_out").permutation(len(prompts))
+    held = {prompts[i] for i in order[:min(size, len(prompts) // 10)]}
+    return [row for row in rows if row.prompt not in held], [row for row in rows if row.prompt in held]
+
+
+def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
+    """The rows of a step (from 1): epoch after epoch of permutations, each a function of (seed, epoch) alone."""
+    places, n = range((step - 1) * batch_size, step * batch_size), len(rows)
+    orders = {epoch: generator(seed, "order", epoch).permutation(n) for epoch in {place // n for place in places}}
+    return [rows[orders[place // n][place % n]] for place in places]
+
+
+def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
+    """Share of the peak learning rate at a step (from 1): linear warmup, then constant or falling to 0 at steps + 1."""
+    rise = round(warmup * steps)
+    if step <= rise:
+        return step / rise
+    left = (steps - step + 1) / (steps - rise)  # 1 .. 1 / (steps − rise)
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[schedule]
+
+
+def claim(out: Path, inputs: list):
+    """Makes the folder, and locks it: a run shares it with no other one, and with nothing that it reads."""
+    for path in map(Path, inputs):
+        if out.resolve() in (path.resolve(), *path.resolve().parents):
+            raise BadInput(f"--out {out} holds {path}, which this run reads: name another --out")
+    with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
+        out.mkdir(parents=True, exist_ok=True)
+        return FileLock(out / ".lock").acquire(timeout=0)
+
+
+def identify(args, rows: list, folders: dict[str, str]) -> dict:
+    """What must be the same for a run to go on and end with the same bits: flags, rows, weights."""
+    digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # whatever path names them
+    speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard"}
+    skipped = digested | speed | {"out", "ref_cache", *(("steps", "epochs") if args.schedule == "constant" else ())}
+    flags = {name: value for name, value in asdict(args).items() if name not in skipped}
+    weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr(row).encode("utf-8", "backslashreplace"))
+    return json.loads(json.dumps({**flags, **weights, "rows": digest.hexdigest()}))
+
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+
+
+def save_checkpoint(out: Path, step: int, identity: dict, **objects):
+    """out/checkpoint.pt: the step, and the state of whatever changes. It replaces the last one, whole or not at all."""
+    state = {name: dict(thing.state_dict()) for name, thing in objects.items()}
+    for name, model in objects.items():
+        for key, p in model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ():
+            if not p.requires_grad:
+                del state[name][key]  # frozen weights are in the model's own files
+    sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
+    state |= {"step": step, "identity": json.dumps(identity), "sizes": sizes}
+    write_whole(out / "checkpoint.pt", lambda file: torch.save(state, file))
+
+
+def read_checkpoint(out: Path, identity: dict) -> dict:
+    """What save_checkpoint kept; runs nothing in it. Raises BadInput if it is damaged, or another run's."""
+    path = out / "checkpoint.pt"
+    if not path.exists():
+        if (out / "model").exists():
+            raise BadInput(f"{out / 'model'} is there already: name another --out")
+        return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}}
+    with refusing(f"{path} is damaged (delete it to start anew)"):
+        if damaged := zipfile.ZipFile(path).testzip():  # torch.load looks at no checksum
+            raise ValueError(f"{damaged} has changed")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        check_type(state["step"], int)
+        theirs = json.loads(state["identity"])
+        differing = [name for name in identity if theirs.get(name) != identity[name]]
+    for name in differing:
+        raise BadInput(f"{out} holds a run with {name} {str(theirs.get(name))[:80]!r} and not "
+                       f"{str(identity[name])[:80]!r}: name another --out")
+    return state
+
+
+def restore(out: Path, state: dict, **objects):
+    """Brings everything back to where the checkpoint left it, the log files too."""
+    for name in (METRICS, SAMPLES):
+        with refusing(f"cannot go on with {out / name}"), open(out / name, "ab") as file:
+            if file.tell() < state["sizes"][name]:
+                raise ValueError("it is shorter than it was: name another --out")
+            file.truncate(state["sizes"][name])
+    for name, thing in objects.items() if state["step"] else ():
+        with refusing(f"{out / 'checkpoint.pt'} does not fit this run"):
+            strict = {"strict": False} if isinstance(thing, torch.nn.Module) else {}  # frozen weights are not in it
+            thing.load_state_dict(state.pop(name), **strict)
+
+
+def read_lines(path: Path) -> list[dict]:
+    with refusing(f"{path} is damaged, name another --out"):
+        return [json.loads(line) | {} for line in path.read_text().splitlines()]
+
+
+class Log:
+    """Writes metrics.jsonl, a line per step; samples.jsonl, a line per completion; TensorBoard's events if asked."""
+
+    def __init__(self, out: Path, tensorboard: bool):
+        self.out, self.history, self.board = out, read_lines(out / METRICS), None
+        if tensorboard:
+            with refusing("--tensorboard needs `pip install tensorboard`"):
+                from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(out)
+
+    def write(self, values: dict, samples: list[dict]):
+        for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
+            with open(self.out / name, "a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        for name in values if self.board else ():
+            self.board.add_scalar(name, values[name], values["step"])
+        self.history.append(values)
+
+
+@contextmanager
+def interrupt():
+    """Yields a list that SIGTERM or Ctrl-C enters, so that the loop can stop after a step. The second stops at once."""
+    asked = []
+
+    def ask(number, frame):
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def report(log: Log):
+    """What changed on held-out data, from the first line of the metrics to the last."""
+    first, last = log.history[0], log.history[-1]
+    samples = [row for row in read_lines(log.out / SAMPLES) if row["held_out"]]
+    before, after = ([row for row in samples if row["step"] == values["step"]] for values in (first, last))
+    for old, new in list(zip(before, after))[:3]:
+        prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
+        print(f"\n{prompt}\n  before  {old['completion']}\n  after   {new['completion']}")
+    names = ("eval_loss", "eval_reward", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score")
+    print(f"\n{'held out':28}{'before':>8}{'after':>8}")
+    for name in names:
+        if name in first and name in last:
+            print(f"{name:28}{first[name]:8.3f}{last[name]:8.3f}")
+
+
+def command_line(args):
+    """Runs main(). What a person can mend is one sentence on stderr and an exit code, not a traceback."""
+    try:
+        main(args)
+    except (BadInput, Stopped, KeyboardInterrupt, OSError, RuntimeError, MemoryError) as error:
+        advice = ": lower --tokens_per_forward, or add --gradient_checkpointing" if out_of_memory(error) else ""
+        if type(error) in (RuntimeError, KeyError) and not advice:
+            raise
+        message = [f"{Path(sys.argv[0]).name}: {one_line(error)}{advice}", *getattr(error, "__notes__", ())]
+        print("; ".join(message), file=sys.stderr)
+        sys.exit(2 if isinstance(error, BadInput) else 130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+# ---- Training -------------------------------------------------------------------------------------------------------
+
+
 def measure(policy, rows: list[Row], known, args: Args) -> Batch:
-    """What the losses see of some rows. `known` maps (prompt, answer) to the reference's log-probs."""
-    logp, rho, unclamped = (x.view(-1, 2).unbind(1) for x in log_ratios(policy, groups(rows), known, args))  # (B,) of y_w and y_l each
-    rest = torch.tensor([[len(row.chosen), len(row.rejected), row.score_w, row.score_l] for row in rows], device=logp[0].device)
-    rest = rest.float().unbind(1)
-    return Batch(*logp, *rho, *rest, sum(unclamped) / (rest[0] + rest[1]))
+    """What the losses see of some rows. `known` maps (prompt, answer) to the reference's log-probs; None is 0."""
+    pairs = groups(rows)
+    logps = completion_logprobs(policy, pairs, args.tokens_per_forward, args.dtype)  # per pair [(|y_w|,), (|y_l|,)]
+    ratios = log_ratios(logps, pairs, known, args.humanline)
+    logps, ratios = (pad_sequence([y for pair in x for y in pair], True) for x in (logps, ratios))  # (2B, T)
+    sizes = torch.tensor([[len(row.chosen), len(row.rejected)] for row in rows], device=logps.device)  # (B, 2)
+    scores = torch.tensor([[row.score_w, row.score_l] for row in rows], device=logps.device)
+    low, high = args.humanline or (-math.inf, math.inf)
+    clamped = ((ratios <= low) | (ratios >= high)).sum(1).view(-1, 2).sum(1)  # (B,)
+    shorter = sizes.min(dim=1, keepdim=True).values.repeat_interleave(2, 0)  # (2B, 1)
+    places = torch.arange(logps.shape[1], device=logps.device)
+    weights = torch.where(places < shorter, 1.0, args.ld_alpha)  # (2B, T); LD-DPO, arXiv:2409.06411
+    logps, ratios = ((weights * x).sum(1).view(-1, 2) for x in (logps, ratios))  # (B, 2)
+    columns = torch.cat([logps, ratios, sizes, scores], dim=1).unbind(1)
+    return Batch(*columns, unclamped=1 - clamped / sizes.sum(1))
 
 
 def backward(policy, rows: list[Row], known, args: Args) -> Batch:
-    """The gradient of the batch's mean loss, one micro-batch after the other."""
-    micros, others = micro_batches(policy, groups(rows), args.tokens_per_forward), None
-    if args.loss.startswith("aot") and len(micros) > 1:  # one loss of the whole batch: the other micro-batches enter as constants
+    """Adds the gradient of the batch's mean loss, one micro-batch after the other. Returns the batch, detached."""
+    micros = micro_batches(policy, groups(rows), args.tokens_per_forward)
+    rows, others, seen, start = [rows[i] for micro in micros for i in micro], None, [], 0
+    if len(micros) > 1 and WHOLE_BATCH.intersection(args.loss):  # the other micro-batches enter the loss as constants
         with torch.no_grad():
-            others = [measure(policy, [rows[i] for i in micro], known, args) for micro in micros]
-    seen = []
-    for n, micro in enumerate(micros):
-        batch = measure(policy, [rows[i] for i in micro], known, args)
-        whole = Batch(*map(torch.cat, zip(*others[:n], batch, *others[n + 1:]))) if others else batch
+            others = measure(policy, rows, known, args)
+    for micro in micros:
+        stop = start + len(micro)
+        batch = measure(policy, rows[start:stop], known, args)
+        whole = Batch(*(torch.cat([x[:start], y, x[stop:]]) for x, y in zip(others, batch))) if others else batch
         (objective(whole, args).sum() / len(rows)).backward()
-        seen.append(Batch(*(x.detach() for x in batch)))
+        seen.append([x.detach() for x in batch])
+        start = stop
     return Batch(*map(torch.cat, zip(*seen)))
 
 
@@ -234,92 +810,129 @@ def backward(policy, rows: list[Row], known, args: Args) -> Batch:
 def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]:
     if not rows:
         return {}
-    known = reference_logprobs(reference, groups(rows), args)
+    known = reference_logprobs(reference, groups(rows), args.tokens_per_forward, args.dtype)
     with eval_mode(policy):
         return {f"eval_{name}": value for name, value in metrics(measure(policy, rows, known, args), args).items()}
 
 
-def settle(args: Args) -> Args:
-    """Fills in the defaults that depend on others, and refuses what cannot be meant."""
-    args = with_defaults(replace(args, ref="none") if args.loss == "simpo" and args.ref == "cache" else args, DEMO)
-    smooths = ("sigmoid", "robust", "exo_pair", "aot", "aot_unpaired")
-    check_args(
-        args, "beta",
-        (args.loss == "simpo" and args.ref != "none", f"--loss simpo has no reference: leave out --ref {args.ref}"),
-        (args.humanline and args.loss == "aot", "--loss aot compares log-probs, not log-ratios, so --humanline has nothing to clamp: use aot_unpaired"),
-        (args.label_smoothing and args.loss not in smooths, f"--loss {args.loss} has no label smoothing: leave out --label_smoothing"),
-        (args.simpo_gamma != Args.simpo_gamma and args.loss != "simpo", f"--loss {args.loss} has no margin: leave out --simpo_gamma"),
-        (args.rpo_eta != Args.rpo_eta and not args.loss.startswith("rpo"), f"--loss {args.loss} reads no rewards: leave out --rpo_eta"),
-        (not math.isfinite(args.simpo_gamma + args.rpo_eta) or not 0 <= args.sft_weight < math.inf,
-         "--simpo_gamma and --rpo_eta must be numbers, and --sft_weight one that is not negative"),
-        (not 0 <= args.label_smoothing < 0.5, "--label_smoothing must be at least 0 and less than 0.5"),
-        (args.loss == "exo_pair" and not args.label_smoothing, "--loss exo_pair needs --label_smoothing above 0, such as 0.001"))
-    return args
+def check(args: Args):
+    losses, smooth = set(args.loss), {"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"}
+    low, high = args.humanline or (-1, 1)
+    refuse((len(args.loss_weights) not in (0, len(args.loss)), "--loss_weights must be one number per --loss"),
+           (args.humanline and args.ref != "swap", "--humanline needs a reference that moves: add --ref swap"),
+           (args.humanline and "aot" in losses, "--humanline clamps log-ratios, --loss aot has none: use aot_unpaired"),
+           (not low < 0 < high, "--humanline is a number below 0 and one above"),
+           (not args.label_smoothing < 0.5, "--label_smoothing must be below 0.5"),
+           (args.label_smoothing and not losses & smooth, "--label_smoothing is not in this --loss: leave it out"),
+           ("exo_pair" in losses and not args.label_smoothing, "--loss exo_pair needs --label_smoothing, say 0.001"))
 
 
 def main(args: Args) -> list[dict]:
-    """Trains, and returns what metrics.jsonl holds: a dict a step."""
-    args = settle(args)
-    device, out, start = "cuda" if torch.cuda.is_available() else "cpu", Path(args.out), time.monotonic()
+    """Trains. Returns the lines of metrics.jsonl, one dict per step."""
+    args = settle(args if set(args.loss) - {"simpo", "sft"} else replace(args, ref="none"))  # they have no reference
+    check(args)
+    began, device = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
+    folders = {name: find_folder(vars(args)[name]) for name in ("model", "ref_model")}
     score = load_function(args.score) if args.score else None
-    tokenizer, context = load_tokenizer(args.model)
-    train, held = load_rows(args.data, tokenizer, max_length := min(args.max_length, context), args), []
+    tokenizer, longest = load_tokenizer(folders["model"])
+    max_length = min(args.max_length, longest)
+    train = load_rows(args.data, tokenizer, max_length, args)
     if args.eval_data:
         held = load_rows(args.eval_data, tokenizer, max_length, args)
     else:
         train, held = hold_out(train, args.eval_size, args.seed)
     if args.show_data:
-        marked = (" ".join(f"[{token}]" for token in tokenizer.batch_decode([[i] for i in ids])) for ids in train[0][1:3])
-        print(tokenizer.decode(train[0].prompt), *marked, sep="\n--> ")
+        for y in (train[0].chosen, train[0].rejected):
+            tokens = tokenizer.batch_decode([[token] for token in y])
+            print(tokenizer.decode(train[0].prompt), *(f"[{token}]" for token in tokens), sep="")
         return []
-    args = replace(args, batch_size=min(args.batch_size, len(train)))
-    steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
-    run = Run(args, train + held)
-    if run.finished:
-        return run.history
+    batch_size = min(args.batch_size, len(train))
+    steps = args.steps or math.ceil(args.epochs * len(train) / batch_size)
+    out = Path(args.out).expanduser()
+    with claim(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
+        identity = identify(args, train + held, folders)
+        state = read_checkpoint(out, identity)
+        if state["step"] and "policy" not in state:
+            print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
+            return read_lines(out / METRICS)
+        (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
 
-    policy, reference = load_references(run, tokenizer, groups(train + held), device)
-    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], weight_decay=args.weight_decay, fused=device == "cuda")
-    run.restore(policy, optimizer, reference)
-    if not run.done:
-        answers, scored = answer(policy, tokenizer, held, score, args)
-        run.write({"step": 0, **evaluate(policy, held, reference, args), **scored}, answers)
+        # the reference comes first: its model is gone before the policy is loaded, so that two are never in memory
+        reference = None
+        if args.ref == "cache":
+            reference = fill_cache(folders["ref_model"], tokenizer, groups(train + held), device, args)
+        policy = load_model(folders["model"], device, args, trains=True)
+        if args.ref in ("swap", "live"):
+            reference = hold_reference(folders, policy, device, args)
+        optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=args.lr,
+                                      weight_decay=args.weight_decay, fused=device == "cuda")
+        scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, steps, args.warmup, args.schedule))
+        changing = dict(policy=policy, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
+        if args.sync_reference or args.humanline:
+            changing["reference"] = reference
+        restore(out, state, **changing)
+        done, log = state["step"], Log(out, args.tensorboard)
+        if done == 0:
+            answers, scored = answer(policy, tokenizer, held, score, 0, args)
+            log.write({"step": 0, **evaluate(policy, held, reference, args), **scored}, answers)
+        tokens, known = log.history[-1].get("num_tokens", 0), None
+        window = 1 if args.humanline else args.sync_reference or 16  # steps that one swap of the reference serves
+        bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)
+        try:
+            for step in bar:
+                set_seed(int(generator(args.seed, "step", step).integers(2**32)))  # a resumed run needs no saved state
+                rows = batch_rows(step, train, batch_size, args.seed)
+                first = step - (step - 1) % window
+                if known is None or step == first:
+                    ahead = range(first, min(first + window, steps + 1))
+                    ahead = [row for n in ahead for row in batch_rows(n, train, batch_size, args.seed)]
+                    known = reference_logprobs(reference, groups(ahead), args.tokens_per_forward, args.dtype)
+                batch = backward(policy, rows, known, args)
+                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
+                tokens += sum(len(row.prompt) + len(row.chosen) + len(row.rejected) for row in rows)
+                values = {"step": step, **metrics(batch, args), "grad_norm": grad_norm,
+                          "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
+                if not all(map(math.isfinite, values.values())):
+                    raise Stopped(f"step {step} is not finite ({values}): lower --lr, or look at its rows")
+                if step == 1 and reference is not None and not args.lora_dropout and args.ref_model == args.model:
+                    check_agreement(torch.cat([batch.ratio_w / batch.len_w, batch.ratio_l / batch.len_l]), args.dtype)
+                    print(f"step 0: margin {values['rewards/margins']:.1e}, loss {values['loss']:.4f} (ln 2 is 0.6931)")
 
-    def batch_of(step): return [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
-
-    known, tokens = None, run.history[-1].get("num_tokens", 0)
-    for step in run.steps(steps, policy, optimizer, reference):
-        rows, window = batch_of(step), reference_window(step, steps, args)
-        if known is None or step == window.start:  # the reference's log-probs of this batch and of the next ones
-            known = reference_logprobs(reference, groups([row for s in window for row in batch_of(s)]), args)
-        run.lap("reference")
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * lr_factor(step, steps, args.warmup, args.schedule)
-        batch = backward(policy, rows, known, args)
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
-        tokens += sum(len(row.prompt) + len(row.chosen) + len(row.rejected) for row in rows)
-        values = {"step": step, **metrics(batch, args), "grad_norm": grad_norm, "lr": group["lr"], "num_tokens": tokens}
-        if step == 1:
-            check_start(policy, groups(rows), known, f"margin {values['rewards/margins']:.1e}, loss {values['loss']:.4f}" +
-                        (f" (ln 2 = {math.log(2):.4f})" if args.loss == "sigmoid" and not args.sft_weight else ""), args)
-        run.check(values)
-        if args.sync_reference and step % args.sync_reference == 0:
-            reference.sync(args.sync_mix)  # before the update: the reference stays one step behind
-        optimizer.step()
-        optimizer.zero_grad()
-        run.lap("update")
-        if step == steps or args.eval_every and step % args.eval_every == 0:
-            values |= evaluate(policy, held, reference, args)
-        answers, scored = answer(policy, tokenizer, held, score, args) if step == steps else ([], {})
-        run.write(values | scored, answers)
-        run.show(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}")
-
-    save_model(policy, tokenizer, out, args.merge)
-    run.finish()
-    report(run)
-    print(f"\n{steps} steps of {args.batch_size} rows in {time.monotonic() - start:.0f} s; the model is in {out}")
-    return run.history
+                done = None  # until the log is written the weights belong to no step
+                if args.humanline:
+                    reference.sync()  # before the update, as HALOs does
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                if args.sync_reference and step % args.sync_reference == 0:
+                    reference.sync(args.sync_mix)  # after it, as in TR-DPO, arXiv:2404.09656
+                answers = []
+                if step == steps:
+                    for p in policy.parameters():  # what is evaluated is what is saved
+                        p.data.copy_(p.data.to(getattr(torch, args.save_dtype)) if p.requires_grad else p.data)
+                    answers, scored = answer(policy, tokenizer, held, score, step, args)
+                    values |= scored
+                if step == steps or args.eval_every and step % args.eval_every == 0:
+                    values |= evaluate(policy, held, reference, args)
+                log.write(values, answers)
+                bar.set_postfix_str(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}")
+                done = step
+                if step % args.save_every == 0 or step == steps or signals:
+                    save_checkpoint(out, step, identity, **changing)
+                if signals and step < steps:
+                    raise Stopped(f"{signals[0]}: step {step} is saved, and the same command goes on there")
+        except Exception as error:
+            if done and done % args.save_every and not signals:
+                save_checkpoint(out, done, identity, **changing)
+                error.add_note(f"step {done} is saved, and the same command goes on there")
+            raise
+        save_model(policy, tokenizer, out, args)
+        save_checkpoint(out, steps, identity)  # without weights: the run is finished
+    report(log)
+    print(f"\n{steps} steps of {batch_size} pairs in {time.monotonic() - began:.0f} s")
+    print(f"the model is in {out / 'model'}")
+    return log.history
 
 
 if __name__ == "__main__":
-    command_line(main, ARGS)
+    command_line(ARGS)

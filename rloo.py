@@ -1,67 +1,81 @@
 """RLOO: learn from a reward, with k samples of a prompt as each other's baseline.
 
-Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv:2402.14740, REINFORCE leave-one-out:
+Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv:2402.14740, leave-one-out:
 
     (1)   ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x)        y_1 .. y_k ~ π(·|x)
     (2)   R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
 
-    python rloo.py                                                                         # the demo: offline, under a minute
+    python rloo.py                                                          # the demo: offline, under a minute
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
 
-A prompt costs its tokens once, whatever k is: once in the rollout, whose cache is expanded to k rows, once in the reference
-pass and once in training. The reference scores all samples of a step together: its weights come in and go out once. The same
-command resumes a killed run, at its newest checkpoint.
+A prompt costs its tokens once, whatever k is: once in the rollout, whose cache is expanded to k rows, once in the
+reference pass and once in training. The reference scores all samples of a step together: its weights come in and go out
+once. The same command resumes a run that was stopped or killed.
 
 Data      rows `prompt`, a string or chat messages, and any columns for the reward. rewards.py:f is a function
-          f(prompts, completions, **columns) -> one float a completion, or None where it has nothing to say: 0 beside other
-          rewards; a sample that none of them judges is left out, also of its siblings' baseline.
-Not here  several GPUs, quantized weights, tools and several turns, vLLM, KL in the loss instead of in the reward.
-Shapes    B prompts a step, k samples each: rewards, log-probs and advantages are (B, k).
-Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function | frac_reward_zero_std: prompts whose
-          samples all got the same | kl: log π − log π_ref, a token | entropy: of the distribution that was sampled from, in nats a token |
-          completions/mean_length | completions/clipped_ratio: samples that max_new_tokens cut off | clip_ratio: ratios beyond the clip that
-          lost their gradient | loss | grad_norm before clipping (these three of the step's last update) | lr | num_tokens so far, a prompt
-          counted once. eval_*: held out; eval_score: mean --score.
-          seconds.jsonl: rollout, reward, reference, update.
+          f(prompts, completions, completion_ids, **columns) -> one float per completion, or None where it has nothing
+          to say: 0 beside other rewards. A sample without any reward is left out, also of its siblings' baseline.
+Not here  several GPUs, quantized weights, tools, several turns, vLLM, KL in the loss instead of in the reward.
+Shapes    B prompts per step, k samples each: rewards, log-probs and advantages are (B, k).
+Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function |
+          frac_reward_zero_std: share of prompts whose samples all got the same | kl: log π − log π_ref per token |
+          entropy: of the distribution that was sampled from, in nats per token | completions/mean_length |
+          completions/clipped_ratio: share of samples that max_new_tokens cut off | clip_ratio: share of ratios beyond
+          the clip, without gradient | loss | grad_norm before clipping (these three of the step's last update) | lr |
+          num_tokens so far, a prompt counted once. eval_*: held out; eval_score: mean of --score.
 """
+import hashlib
+import importlib
+import json
 import math
+import os
+import shutil
+import signal
+import sys
 import time
-from dataclasses import dataclass, replace
+import zipfile
+from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_type_hints
 
 import tyro
 
-DEMO = dict(model="demo/model", data="demo/prompts.jsonl", eval_data="demo/prompts_test.jsonl", score="demo/score.py:success", lr=2e-4)
+DEMO = {"model": "demo/model", "data": "demo/prompts.jsonl", "eval_data": "demo/prompts_test.jsonl",
+        "score": "demo/score.py:success", "reward": "demo/score.py:sentiment"}
+TODAY = datetime(2026, 1, 1)  # what chat templates print as today: the same rows every day
 
 
 @dataclass
 class Args:
-    model: str | None = None  # policy: checkpoint folder or hub name (default: the demo's, with its data and reward)
-    data: str | None = None  # prompts: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
-    eval_data: str | None = None  # held-out prompts, in the same formats (default: eval_size prompts of data)
+    model: str | None = None  # policy: checkpoint folder or hub name; None is the demo's, with its data
+    data: str | None = None  # prompts: .jsonl .json .csv .parquet, or hub NAME[:CONFIG][:SPLIT]
+    eval_data: str | None = None  # held-out prompts, in the same formats; None: eval_size prompts of data
     eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
-    out: str = "out/rloo"  # folder for the model, metrics.jsonl, samples.jsonl, seconds.jsonl, checkpoints, args.json
+    chat_template_kwargs: str = "{}"  # JSON for the chat template, such as {"enable_thinking": false}
+    out: str = "out/rloo"  # folder for the model, metrics.jsonl, samples.jsonl, checkpoint.pt
 
-    reward: tuple[str, ...] = ()  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats or None; several are added
+    reward: tuple[str, ...] = ()  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats or None; added up
     reward_model: str | None = None  # a sequence classifier with one output, added too: folder or hub name
-    reward_weights: tuple[float, ...] = ()  # of the functions, then of the model (default: 1 each)
+    reward_weights: tuple[float, ...] = ()  # of the functions, then of the model; none: 1 each
     reward_clip: tuple[float, float] | None = None  # the total reward is clamped to this range, before KL
 
-    ref: Literal["swap", "adapter", "live", "none"] | None = None  # swap: its weights, on the CPU; adapter: LoRA's start; live: a second model; none: with beta 0 (default: swap; adapter with LoRA)
-    ref_model: str | None = None  # reference: checkpoint folder or hub name (default: the model itself)
-    ref_dtype: Literal["float32", "bfloat16"] = "float32"  # weights of --ref live
-    sync_reference: int | None = None  # steps after which the reference follows the policy
+    ref: Literal["swap", "live"] = "swap"  # reference, unless beta is 0: its weights on the CPU, or a second model
+    ref_model: str | None = None  # reference: checkpoint folder or hub name; None is the model itself
+    sync_reference: int | None = None  # steps after which the reference follows the policy; with --ref swap
     sync_mix: float = 1.0  # weight of the policy in each sync; 1 copies it
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
-    lora_alpha: float | None = None  # its scale is alpha / r (default: 2 r)
-    lora_dropout: float = 0.0  # in training steps only
+    lora_alpha: float | None = None  # its scale is alpha / r; None is 2 r
+    lora_dropout: float = 0.0  # of an adapter, in training steps only
     lora_target: str = "all-linear"  # layer names, comma between them
     merge: bool = False  # save the whole model, the adapter merged into it
 
-    k: int = 4  # samples a prompt; TRL's num_generations
-    beta: float = 0.05  # price of a nat away from the reference
+    k: int = 4  # samples per prompt; TRL's num_generations
+    beta: float = 0.05  # price of a nat away from the reference; 0: no reference
     updates_per_rollout: int = 1  # optimizer steps on the same samples; from the second on the ratio is clipped
     clip_eps: float = 0.2  # the ratio is clipped to [1 − clip_eps, 1 + clip_eps]
     mask_truncated: bool = False  # leave samples without an end out, also of their siblings' baseline
@@ -72,27 +86,27 @@ class Args:
     max_new_tokens: int = 128  # of a sample
     rollout_tokens: int = 65536  # places in the cache of one rollout batch; memory and speed only, never the result
 
-    steps: int | None = None  # rollouts (default: as epochs says)
+    steps: int | None = None  # rollouts; None: as epochs says
     epochs: float = 1.0  # passes over the data
     batch_size: int = 8  # prompts per step
-    lr: float | None = None  # peak learning rate (default: 1e-6, for the demo 2e-4)
+    lr: float | None = None  # peak learning rate; None is 1e-6, for the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
     warmup: float = 0.1  # share of the steps
     weight_decay: float = 0.0  # AdamW's
     max_grad_norm: float = 1.0  # longer gradients are clipped
     max_length: int = 1024  # tokens of prompt and sample; longer prompts are dropped, and counted
-    truncate: bool = False  # cut the beginning of longer prompts instead of dropping them
+    truncate: bool = False  # cut the beginning of prompts that are strings instead
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of the forward (auto: bfloat16 on CUDA); what trains and the loss are float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards (auto: bfloat16 on CUDA); weights are float32
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model, whose numbers the last eval_* are
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
     seed: int = 0  # of data order, held-out split and samples
 
     save_every: int = 100  # steps between checkpoints, from which the same command goes on
-    keep: int = 1  # checkpoints that stay
-    eval_every: int | None = None  # steps between evaluations (default: before and after only)
+    eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts answered at every evaluation
-    score: str | None = None  # FILE.py:FUNCTION like a reward, for these answers only
+    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, of held-out answers only
     show_data: bool = False  # print one prompt as the model reads it, and stop
     tensorboard: bool = False  # also write TensorBoard events
 
@@ -100,35 +114,151 @@ class Args:
 if __name__ == "__main__":
     ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
 
-import numpy as np  # noqa: E402  the slow imports come after the command line, so that --help answers at once
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoModelForSequenceClassification  # noqa: E402
-
+from filelock import FileLock  # noqa: E402  comes with torch
+from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
+from torch.nn.utils.rnn import pad_sequence  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
+from transformers import logging, set_seed  # noqa: E402
+from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
+from typeguard import check_type  # noqa: E402  comes with tyro
 from refcache import (  # noqa: E402
-    BadInput, Run, adapter_base, base_model, batch_rows, call_scorer, check_args, check_rows, check_start, command_line, encode, eval_mode, from_checkpoint,
-    generator, hold_out, load_function, load_references, load_tokenizer, log_ratios, lr_factor, micro_batches, pack, pad,
-    reference_logprobs, render, report, sample, save_model, stop_tokens, text_of, with_defaults)
+    BadInput, Swap, autocast, base_model, check_agreement, checkpoint_digest, completion_logprobs, context_length,
+    eval_mode, log_ratios, micro_batches, one_line, out_of_memory, pack, reference_logprobs, share_prompts,
+    shares_prompts, write_whole)
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The loss
+# ---- The loss -------------------------------------------------------------------------------------------------------
 
 
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
-    """(B, k) -> (B, k): each reward minus the mean of its siblings'. NaN is a sample left out: it has no advantage and is in no
-    baseline; alone, a sample has nothing to be compared with. Never divided by the standard deviation: that would be biased."""
+    """(B, k) -> (B, k): each reward minus the mean of its siblings'. NaN is a sample that is left out: it has no
+    advantage and is in no baseline. A sample alone has nothing to be compared with. Never divided by the standard
+    deviation: that would be biased."""
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (B, 1)
     baseline = (rewards.nansum(dim=1, keepdim=True) - rewards) / (counts - 1)  # of (1)
     return torch.where(counts > 1, rewards - baseline, 0.0).nan_to_num(0.0)
 
 
 def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
-    """The loss of every sample. At old_logp = logp its gradient is −A ∇ log π(y|x), the estimator above."""
-    ratio = torch.exp((logp - old_logp).clamp(max=20))  # of the whole sequence, which is the action; e^89 would be inf, and inf · 0 NaN
+    """The loss of every sample. At old_logp = logp its gradient is −advantage · ∇ log π(y|x), the estimator above."""
+    ratio = torch.exp((logp - old_logp).clamp(max=88))  # of the sequence, the action; e^89 is inf, and inf · 0 NaN
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Data
+# ---- Data: the same in dpo.py, kto.py and rloo.py -------------------------------------------------------------------
+
+
+class Skip(ValueError):
+    """A row that is left out and counted. The message says why."""
+
+
+@contextmanager
+def refusing(what: str):
+    """Turns any exception raised in this block into a BadInput error, except BadInput, Skip and out of memory."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        if isinstance(error, (BadInput, Skip)) or out_of_memory(error):
+            raise
+        raise BadInput(f"{what}: {one_line(error)}") from error
+
+
+def read_rows(source: str) -> list[tuple[str, dict]]:
+    """The rows of a file or a hub dataset NAME[:CONFIG][:SPLIT], each with its place: [("x.jsonl line 3", {..})]."""
+    kind, is_file, rows = Path(source).suffix[1:].lower(), Path(source).is_file(), []
+    known = kind in ("jsonl", "json", "csv", "parquet")
+    if known != is_file:
+        raise BadInput(f"cannot read {source}: " + ("there is no such file" if known else "its name must end with .jsonl, "
+                                                    ".json, .csv or .parquet"))
+    if kind == "jsonl":  # by hand, so that an error can name the line
+        with refusing(f"cannot read {source}"):
+            lines = Path(source).read_bytes().decode("utf-8-sig").split("\n")
+        for n, line in enumerate(lines, 1):
+            with refusing(f"cannot read {source} line {n}"):
+                if line.strip():
+                    rows.append((f"{source} line {n}", {} | json.loads(line)))  # only an object can be joined to one
+        return rows
+    with refusing(f"cannot read {source} (only .jsonl does without `pip install datasets`)"):
+        import datasets
+        name, *rest = source.split(":")
+        table = datasets.load_dataset(kind, data_files=[source], split="train") if is_file else \
+            datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
+        return [(f"{source} row {n}", row) for n, row in enumerate(table, 1)]
+
+
+def text_of(row: dict, name: str, where: str) -> str | list[dict]:
+    """A column that holds a string or chat messages."""
+    text = row.get(name)
+    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+    with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {[*row]})"):
+        if not all(isinstance(message[key], str) for message in messages for key in ("role", "content")):
+            raise TypeError("role and content must be strings")
+        if isinstance(text, str) and text.startswith("[{") and "role" in text[:20]:
+            raise TypeError("these are messages written as a string")
+    if not messages or not messages[-1]["content"].strip():
+        raise Skip(f"{name} is empty")
+    return text
+
+
+def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[int], list[list[int]]]:
+    """What the tokenizer puts in front of a text; and after that the tokens of the prompt, and of prompt + each answer.
+    Strings end with the tokenizer's EOS; chats are what their template says."""
+    front = []
+    with refusing(f"{where} cannot be rendered"):  # no template, no EOS token, a template that refuses a system message
+        if isinstance(prompt, str):
+            end = tokenizer.eos_token
+            texts = [prompt, *(prompt + answer.removesuffix(end) + end for answer in answers)]
+            a, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+            front = whole[:next((i for i in range(len(whole)) if whole[i:i + len(a)] == a), 0)]  # BOS, a language code
+        else:
+            template = {"strftime_now": TODAY.strftime, "tokenize": False} | json.loads(args.chat_template_kwargs)
+            texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **template),
+                     *(tokenizer.apply_chat_template(prompt + answer, **template) for answer in answers)]
+        "".join(texts).encode()  # half of a surrogate pair would crash the tokenizer
+        return front, tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+
+
+def common_prefix(sequences: list) -> int:
+    """How many items at their beginning all sequences have in common."""
+    differ = (n for n, items in enumerate(zip(*sequences)) if any(item != items[0] for item in items))
+    return next(differ, min(map(len, sequences)))
+
+
+def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> list[tuple[tuple, list[tuple], dict]]:
+    """[(prompt ids, [answer ids, ..], row), ..] of the rows that fit; parse(row, where) gives a prompt and its answers.
+    Says what it left out and why. The boundary between prompt and answer is the cache's key: it is drawn only here."""
+    rows, kept, notes, ints = read_rows(source), [], {}, {}
+    for where, row in tqdm(rows, desc=f"tokenize {source}", unit="row", delay=2):
+        try:
+            prompt, answers = parse(row, where)
+            front, ids = tokenize(tokenizer, prompt, answers, args, where)
+            over = len(front) + max(map(len, ids)) - max_length
+            if over > 0:
+                if not (args.truncate and isinstance(prompt, str) and over < len(ids[0])):  # of chats: the roles
+                    raise Skip(f"longer than {max_length} tokens")
+                ids = [x[over:] for x in ids]
+                notes.setdefault(f"truncated to {max_length} tokens", []).append(where)
+            end = common_prefix(ids)  # a token may span the prompt's end, or a template end a lone prompt otherwise
+            if end < len(ids[0]):
+                notes.setdefault("with a prompt cut to the tokens that prompt + answer begin with", []).append(where)
+            parts = [front + ids[0][:end], *(x[end:] for x in ids[1:])]
+            if not all(parts) or any(y == parts[1] for y in parts[2:]):
+                raise Skip("no tokens, or both answers the same")
+            x, *ys = (tuple(ints.setdefault(i, i) for i in part) for part in parts)  # rows share their ints
+            kept.append((x, ys, row | {"prompt": prompt}))
+        except Skip as reason:
+            notes.setdefault(f"dropped: {reason}", []).append(where)
+    counted = (f"{len(places)} {note} (first: {places[0]})" for note, places in notes.items())
+    print(f"{source}: {len(kept)} of {len(rows)} rows", *counted, sep="; ")
+    bad = sum(len(at) for note, at in notes.items() if "dropped" in note and "longer" not in note)
+    if not kept or 2 * bad > len(rows):
+        raise BadInput(f"{source}: " + ("too few rows are left" if rows else "it holds no rows"))
+    return kept
+
+
+# ---- Rows -----------------------------------------------------------------------------------------------------------
 
 
 class Row(NamedTuple):
@@ -136,243 +266,709 @@ class Row(NamedTuple):
     row: dict  # as it stands in the file: the prompt, and columns for the reward
 
 
-def parse_prompt(row: dict, where: str):
-    return text_of(row, "prompt", where), []
-
-
 def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
-    return [Row(prompt, row) for prompt, _, row, _ in encode(tokenizer, source, parse_prompt, max_length, args.truncate)]
+    def parse_prompt(row, where): return text_of(row, "prompt", where), []
+    return [Row(prompt, row) for prompt, _, row in encode(tokenizer, source, parse_prompt, max_length, args)]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Rollouts and rewards
+# ---- Models: the same in dpo.py, kto.py and rloo.py -----------------------------------------------------------------
+
+
+def find_folder(name: str) -> str:
+    """The folder of a checkpoint: `name` itself, or that of a hub model, fetched if it is not there yet."""
+    if Path(name).is_dir():
+        return name
+    with refusing(f"there is no folder {name}, and no such model on the hub"):
+        from huggingface_hub import snapshot_download  # comes with transformers
+        return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.model", "*.txt", "*model*.safetensors"])
+
+
+def adapter_base(folder: str) -> str | None:
+    """The folder of the model that a LoRA adapter belongs to; None for a whole checkpoint."""
+    file = Path(folder) / "adapter_config.json"
+    if not file.exists():
+        return None
+    with refusing(f"cannot read {file}"):
+        base = find_folder(json.loads(file.read_text())["base_model_name_or_path"])
+        if (Path(base) / "adapter_config.json").exists():
+            raise BadInput(f"its base {base} is an adapter too: merge that first, and name the merged model there")
+        return base
+
+
+def digest_of(folder: str) -> str:
+    with refusing(f"cannot read the model {folder}"):
+        base = adapter_base(folder)
+        return checkpoint_digest(folder, checkpoint_digest(base) if base else "")
+
+
+def load_tokenizer(folder: str):
+    """The tokenizer of a checkpoint, and the number of tokens in its longest row."""
+    base = adapter_base(folder) or folder
+    with refusing(f"cannot load the tokenizer of {folder}"):
+        longest = context_length(AutoConfig.from_pretrained(base, trust_remote_code=False))
+        own = (Path(folder) / "tokenizer_config.json").exists()
+        return AutoTokenizer.from_pretrained(folder if own else base, trust_remote_code=False), longest
+
+
+def from_checkpoint(kind, folder: str):
+    """A model as it was saved, in eval mode and without dropout, which would add noise to every log-ratio."""
+    with refusing(f"cannot load the model {folder}"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        for part in (config, config.get_text_config()):
+            vars(part).update({name: 0.0 for name, p in vars(part).items() if "drop" in name and isinstance(p, float)})
+        model, info = kind.from_pretrained(folder, config=config, dtype="auto", use_safetensors=True,
+                                           trust_remote_code=False, output_loading_info=True)
+    if missing := [*info["missing_keys"], *info["mismatched_keys"]]:
+        raise BadInput(f"{folder} lacks weights ({missing[0]}, ..), which would be noise: name another model")
+    return model.eval()
+
+
+def load_model(folder: str, device: str, args, trains: bool = False):
+    """The policy if it `trains`, with a new adapter if there is --lora_r (LoRA, arXiv:2106.09685), else a frozen
+    reference. An adapter comes on its base. What trains is float32."""
+    base, lora = adapter_base(folder), args.lora_r if trains else None
+    model = from_checkpoint(AutoModelForCausalLM, base or folder)
+    stored, model = model.dtype, model.float().requires_grad_(trains and not base)
+    if base or lora:
+        with refusing("LoRA adapters need `pip install peft`"):
+            import peft
+        with refusing(f"cannot load the adapter {folder}" if base else f"--lora_target {args.lora_target}"):
+            target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
+            config = peft.PeftConfig.from_pretrained(folder) if base else peft.LoraConfig(
+                task_type="CAUSAL_LM", r=lora, lora_alpha=args.lora_alpha or 2 * lora, target_modules=target)
+            if config.is_prompt_learning or base and lora:
+                raise BadInput("it is an adapter already: leave out --lora_r" if lora else "it is no LoRA adapter")
+            config.lora_dropout, config.inference_mode = args.lora_dropout, not trains
+            if base:
+                model = peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                                       use_safetensors=True, autocast_adapter_dtype=False)
+            else:
+                model = peft.get_peft_model(model, config)
+    model = model.eval().to(device)
+    for name, module in model.named_modules():
+        if trains and ".lora_dropout" in name:
+            module.train()  # the one dropout there is; eval_mode turns it off for all but training steps
+    if trains and args.gradient_checkpointing:
+        checkpoint_layers(base_model(model))
+    with refusing(f"{folder} cannot be used"):
+        share_prompts(model, args.dtype)
+    if args.dtype == "bfloat16" and stored == torch.bfloat16 and not base_model(model)._is_stateful:
+        for module in model.modules():  # autocast makes the same bits of float32 copies, in twice the memory
+            if type(module) is torch.nn.Linear and not module.weight.requires_grad:
+                module.weight.data = module.weight.data.bfloat16()
+    return model
+
+
+def checkpoint_layers(model, use_reentrant: bool = False):
+    """Gradient checkpointing. A layer does it only in training mode; what lies inside the layer stays in eval mode."""
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # later 5.x
+    enable({"use_reentrant": use_reentrant})
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def stop_tokens(model, tokenizer) -> list[int]:
+    """The ids that end a completion: the tokenizer's EOS, and what the model's generation config names."""
+    ends = base_model(model).generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+    return sorted(end for end in ends if isinstance(end, int))
+
+
+def save_model(model, tokenizer, out: Path, args):
+    """out/model as save_pretrained writes it, whole or not at all. Of a LoRA run it is the adapter, unless --merge."""
+    for folder in (out / ".model", out / "model"):
+        shutil.rmtree(folder, ignore_errors=True)  # of this run, killed when it had nothing left but to finish
+    model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
+    model.to(getattr(torch, args.save_dtype)).save_pretrained(out / ".model")
+    tokenizer.save_pretrained(out / ".model")
+    os.sync()
+    os.replace(out / ".model", out / "model")
+
+
+def hold_reference(folders: dict[str, str], policy, device: str, args):
+    """Swapped in from the CPU (of a LoRA run the adapter alone: the base comes with the policy), or a second model."""
+    if args.ref == "live":
+        return nullcontext(load_model(folders["ref_model"], device, args))
+    other = folders["ref_model"] != folders["model"]
+    return Swap(policy, load_model(folders["ref_model"], "cpu", args) if other else None)
+
+
+def load_function(spec: str) -> Callable:
+    """FILE.py:FUNCTION -> the function. The one place that runs a user's code, because the user asks for it."""
+    with refusing(f"cannot load {spec} as FILE.py:FUNCTION"):
+        file, name = spec.rsplit(":", 1)
+        sys.path.insert(0, str(Path(file).resolve().parent))  # it may import its neighbours, and multiprocessing it
+        module = importlib.import_module(Path(file).stem)
+        if not Path(module.__file__).samefile(file):
+            raise ImportError(f"another module has the name {Path(file).stem}: rename the file")
+        return getattr(module, name)
+
+
+# ---- Rollouts -------------------------------------------------------------------------------------------------------
 
 
 class Rollout(NamedTuple):
     groups: list  # [(prompt, [y_1 .. y_k]), ..]: token ids, a sample with its stop token
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
-    entropy: float  # nats a token
+    logps: torch.Tensor  # (B, k): log π(y|x) as the sampler saw it
+    entropy: float  # nats per token
 
 
+@torch.no_grad()
 def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Rollout:
-    """y_1 .. y_k ~ π(·|x) of (1), for each prompt, a function of (seed, step): no batching or padding changes them."""
-    completions, entropy = sample(policy, tokenizer, prompts, k, generator(args.seed, "rollout", step), args,
-                                  args.temperature, args.top_p, args.top_k, args.rollout_tokens)
-    stop = stop_tokens(policy, tokenizer)
-    return Rollout(list(zip(prompts, completions)), torch.tensor([[y[-1] in stop for y in ys] for ys in completions]), entropy)
+    """y_1 .. y_k ~ π(·|x) of (1), for each prompt: the policy's own distribution, whatever its generation config says.
+    Sample i of prompt b draws its t-th token with the uniform number u[b, i, t], a function of (seed, step): how
+    prompts are batched or padded changes no sample, but for rounding at the edge of two tokens."""
+    u = torch.from_numpy(generator(args.seed, "rollout", step).random((len(prompts), k, args.max_new_tokens)))
+    places = [len(prompt) + args.max_new_tokens for prompt in prompts]
+    batches = pack(places, args.rollout_tokens, [k] * len(prompts))
+    if not shares_prompts(policy):  # other models may see padding: rows of one length only
+        batches = [[i for i in batch if places[i] == n] for batch in batches for n in {places[i]: 0 for i in batch}]
+    ends, samples = stop_tokens(policy, tokenizer), [None] * len(prompts)
+    with eval_mode(policy), autocast(policy, args.dtype):
+        for batch in tqdm(batches, desc="sample", leave=False, delay=2):
+            drawn = decode(base_model(policy), [prompts[i] for i in batch], u[batch].to(policy.device), ends, args)
+            for n, i in enumerate(batch):
+                samples[i] = drawn[n * k:n * k + k]  # [(token ids, log-probs, entropies), ..]
+    logps = torch.stack([torch.stack([logps.sum() for _, logps, _ in ys]) for ys in samples])
+    entropy = torch.cat([entropies for ys in samples for _, _, entropies in ys]).mean().item()
+    groups = [(prompt, [y for y, _, _ in ys]) for prompt, ys in zip(prompts, samples)]
+    return Rollout(groups, torch.tensor([[y[-1] in ends for y in ys] for _, ys in groups]), logps, entropy)
+
+
+def decode(core, prompts: list[tuple], u: torch.Tensor, ends: list[int], args: Args) -> list[tuple]:
+    """The sampling loop. u (B, k, T) -> for each of B · k samples its token ids, log-probs (n,) and entropies (n,)."""
+    (B, k, T), device, expand = u.shape, core.device, shares_prompts(core)
+    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, 0, "left").to(device)  # (B, longest)
+    mask = pad_sequence([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], True, 0, "left").to(device)
+    if expand:  # every prompt goes through the model once, then its keys and values serve k rows
+        positions = (mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts nobody
+        out = core(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+        out.past_key_values.batch_repeat_interleave(k)
+        logits, mask, positions = (x.repeat_interleave(k, 0) for x in (out.logits[:, -1], mask, positions[:, -1:]))
+    else:
+        out = core(input_ids=ids.repeat_interleave(k, 0), use_cache=True)
+        logits = out.logits[:, -1]
+    cache = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
+    # rows[j]: which of the B · k samples the j-th row of the cache is; finished ones stay until a quarter is finished
+    rows, u = torch.arange(B * k, device=device), u.flatten(0, 1)
+    alive = torch.ones(B * k, dtype=torch.bool, device=device)
+    tokens, lengths = torch.zeros(B * k, T, dtype=torch.long, device=device), torch.full((B * k,), T, device=device)
+    logps, entropies = torch.zeros(2, B * k, T, device=device)
+    for t in range(T):
+        token, logps[rows, t], entropies[rows, t] = draw(logits, u[rows, t], args.temperature, args.top_p, args.top_k)
+        tokens[rows, t] = token
+        ended = alive & torch.isin(token, torch.tensor(ends, dtype=torch.long, device=device))
+        lengths[rows[ended]] = t + 1
+        alive &= ~ended
+        if t == T - 1 or not alive.any():
+            break
+        more = {}
+        if expand:
+            if alive.sum() <= 0.75 * len(alive):  # they leave together: each departure copies the cache
+                stay = alive.nonzero()[:, 0]
+                cache["past_key_values"].batch_select_indices(stay)
+                rows, token, mask, positions, alive = (x[stay] for x in (rows, token, mask, positions, alive))
+            mask, positions = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), positions + 1
+            more = dict(attention_mask=mask, position_ids=positions)
+        logits = core(input_ids=token[:, None], use_cache=True, **cache, **more).logits[:, -1]
+    ends_at = zip(tokens.tolist(), logps, entropies, lengths.tolist())
+    return [(tuple(ids[:n]), logp[:n], entropy[:n]) for ids, logp, entropy, n in ends_at]
+
+
+def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
+    """One token per row, (n, V) logits and (n,) uniform numbers -> (n,); its log-prob before top_p and top_k; and the
+    entropy of what it was drawn from."""
+    logps = torch.log_softmax(logits.float() / temperature, dim=-1)
+    probs = logps.exp()
+    if top_k or top_p < 1:
+        ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
+        ranked[:, top_k or len(ranked[0]):] = 0
+        share = ranked / ranked.sum(-1, keepdim=True)
+        share[share.cumsum(-1) - share >= top_p] = 0  # the smallest set that reaches top_p stays
+        probs = torch.zeros_like(probs).scatter(-1, ids, share / share.sum(-1, keepdim=True))
+    cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
+    token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: none of probability 0
+    token = token.clamp(max=probs.shape[-1] - 1)
+    return token[:, 0], logps.gather(-1, token)[:, 0], -torch.special.xlogy(probs, probs).sum(-1)
+
+
+# ---- Rewards --------------------------------------------------------------------------------------------------------
 
 
 class RewardModel:
     """A sequence classifier with one output, as a reward function. Between its calls it waits on the CPU."""
 
-    def __init__(self, name: str, device: str, tokens_per_forward: int):
-        self.device, self.tokens_per_forward = device, tokens_per_forward
-        self.tokenizer, _ = load_tokenizer(name)
-        self.model = from_checkpoint(AutoModelForSequenceClassification, name, "a reward model").eval()
+    def __init__(self, folder: str, device: str, args: Args):
+        self.device, self.args, self.tokenizer = device, args, load_tokenizer(folder)[0]
+        self.model = from_checkpoint(AutoModelForSequenceClassification, folder)
         if self.model.config.num_labels != 1:
-            raise BadInput(f"{name} is no reward model: it has {self.model.config.num_labels} outputs, and needs one")
+            raise BadInput(f"{folder} is no reward model: it has {self.model.config.num_labels} outputs, and needs one")
 
     @torch.no_grad()
     def __call__(self, prompts, completions, **columns) -> list[float]:
-        texts = [render(self.tokenizer, prompt, [y], "a sample for the reward model")[1] for prompt, y in zip(prompts, completions)]
-        ids = [self.tokenizer(text, add_special_tokens=isinstance(prompt, str)).input_ids for text, prompt in zip(texts, prompts)]
-        check_rows(self.model, ((len(row), max(row)) for row in ids), "the reward model")
-        scores, end = torch.zeros(len(ids)), self.model.config.pad_token_id  # by which the model finds where a row ends: without one they go alone
+        rows = []
+        for prompt, y in zip(prompts, completions):
+            front, (_, ids) = tokenize(self.tokenizer, prompt, [y], self.args, "a sample for the reward model")
+            rows.append(torch.tensor(front + ids))
+        if (longest := max(map(len, rows))) > context_length(self.model.config):
+            raise BadInput(f"a sample of {longest} tokens is too long for the reward model: lower --max_length")
+        scores, end = torch.zeros(len(rows)), self.model.config.pad_token_id  # by it the model finds a row's end
         self.model.to(self.device)
-        for batch in pack(list(map(len, ids)), 0 if end is None else self.tokens_per_forward, [1] * len(ids)):
-            padded, mask = pad([ids[i] for i in batch], "right", self.device, end or 0)
-            scores[batch] = self.model(input_ids=padded, attention_mask=mask).logits[:, 0].float().cpu()
+        for batch in pack(list(map(len, rows)), 0 if end is None else self.args.tokens_per_forward, [1] * len(rows)):
+            ids = pad_sequence([rows[i] for i in batch], True, end or 0).to(self.device)
+            mask = pad_sequence([torch.ones_like(rows[i]) for i in batch], True).to(self.device)
+            scores[batch] = self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float().cpu()
         self.model.to("cpu")
         torch.cuda.empty_cache()
         return scores.tolist()
 
 
-def load_rewards(args: Args, device: str) -> list[tuple]:
+def load_rewards(folders: dict, device: str, args: Args) -> list[tuple[str, Callable, float]]:
     """[(name, function, weight), ..]"""
-    functions = {spec: load_function(spec) for spec in args.reward}
+    functions = [load_function(spec) for spec in args.reward]
+    names = [Path(spec).name.split(":")[-1] for spec in args.reward]
     if args.reward_model:
-        functions[args.reward_model] = RewardModel(args.reward_model, device, args.tokens_per_forward)
-    names = [Path(spec).name.split(":")[-1] for spec in functions]
-    names = [name if names.count(name) == 1 else spec for name, spec in zip(names, functions)]
-    return list(zip(names, functions.values(), args.reward_weights or [1.0] * len(names)))
+        functions.append(RewardModel(folders["reward_model"], device, args))
+        names.append(Path(args.reward_model).name)
+    weights = args.reward_weights or [1.0] * len(names)
+    refuse((not names, "there is no reward: give --reward FILE.py:FUNCTION or --reward_model"),
+           (len({*names}) < len(names), f"two rewards have one name ({', '.join(names)}): rename a function"),
+           (not any(weights) or len(weights) != len(names), f"--reward_weights must be {len(names)} numbers, not 0"))
+    return list(zip(names, functions, weights))
+
+
+def call_reward(function: Callable, name: str, texts: list[str], ids: list[tuple], rows: list[dict]) -> list[float]:
+    """Scores in TRL's way: f(prompts, completions, completion_ids, **columns); None, nothing to say, becomes NaN."""
+    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(key for row in rows for key in row)}
+    prompts = columns.pop("prompt")
+    completions = [y if isinstance(x, str) else [{"role": "assistant", "content": y}] for x, y in zip(prompts, texts)]
+    columns |= dict(prompts=prompts, completions=completions, completion_ids=list(map(list, ids)))
+    with refusing(f"the reward {name} failed"), torch.no_grad():
+        scores = function(**deepcopy(columns))  # what it changes in place must not reach the next one
+        if isinstance(scores, (dict, set)) or len(scores) != len(rows):
+            raise ValueError(f"it must return a list of {len(rows)} numbers, not {str(scores)[:60]}")
+        for score, text in zip(scores, texts):
+            if score is not None and not abs(score) < 1e30:  # NaN, or what float32 would make infinite
+                raise ValueError(f"it returned {score} for the completion {text[:60]!r}")
+        return [math.nan if score is None else float(score) for score in scores]
 
 
 def judge(drawn: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) -> tuple[torch.Tensor, list[dict], dict]:
-    """The weighted rewards (B, k), NaN where no function had anything to say; the samples for samples.jsonl; each function's mean."""
-    texts = tokenizer.batch_decode([y for _, ys in drawn.groups for y in ys], skip_special_tokens=True)
+    """The weighted rewards (B, k), NaN where no function had anything to say; lines for samples.jsonl; means."""
+    ids = [y for _, ys in drawn.groups for y in ys]
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     repeated = [row.row for row, (_, ys) in zip(rows, drawn.groups) for _ in ys]
-    samples = [{"prompt": row["prompt"], "completion": text} for row, text in zip(repeated, texts)]
-    scores = torch.stack([torch.tensor([math.nan if x is None else x for x in call_scorer(function, name, samples, repeated)])
-                          for name, function, _ in functions])  # (functions, B·k)
-    weights = torch.tensor([weight for *_, weight in functions])[:, None]
-    spoke = (~scores.isnan() & (weights != 0)).any(dim=0)  # --score weighs 0: it makes no reward of a sample that the others left out
+    scores = [call_reward(function, name, texts, ids, repeated) for name, function, _ in functions]
+    scores, weights = torch.tensor(scores), torch.tensor([[weight] for *_, weight in functions])  # (functions, B·k)
+    spoke = (~scores.isnan() & (weights != 0)).any(dim=0)  # --score has weight 0: alone it makes no reward
     total = torch.where(spoke, (weights * scores.nan_to_num(0.0)).sum(dim=0), math.nan)
-    means = {f"rewards/{name}": row.nanmean().item() for (name, *_), row in zip(functions, scores) if not row.isnan().all()}
-    for answer, reward in zip(samples, total.tolist()):
-        answer["reward"] = None if math.isnan(reward) else reward
+    means = {f"rewards/{name}": row.nanmean().item() for (name, *_), row in zip(functions, scores)}
+    means = {name: mean for name, mean in means.items() if not math.isnan(mean)}
+    samples = [{"prompt": row["prompt"], "completion": text, "reward": None if math.isnan(reward) else reward}
+               for row, text, reward in zip(repeated, texts, total.tolist())]
     return total.view(len(rows), -1), samples, means
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
+# ---- Flags, order, files of a run: the same in dpo.py, kto.py and rloo.py -------------------------------------------
 
 
-class Seen(NamedTuple):
-    """What the first update of a step learns from its one forward, (B, k) each, and the later ones need."""
-    logp: torch.Tensor  # log π_old(y|x)
-    rho: torch.Tensor  # log π_old(y|x) − log π_ref(y|x)
+MAY_BE_0 = {"lr", "weight_decay", "samples", "eval_size", "warmup", "seed", "lora_dropout", "label_smoothing",
+            "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k"}
+
+
+def refuse(*rules: tuple[bool, str]):
+    for wrong, sentence in rules:
+        if wrong:
+            raise BadInput(sentence)
+
+
+def settle(args):
+    """Fills in the flags that depend on others. Refuses what would silently mean something else."""
+    logging.disable_progress_bar()  # transformers': one per file is noise
+    args = replace(args, **{name: str(value) for name, value in vars(args).items() if isinstance(value, Path)})
+    for name, hint in get_type_hints(type(args)).items():
+        value = vars(args)[name]
+        with refusing(f"--{name} cannot be {value!r}"):  # main() may be called without a command line
+            check_type(value, hint)
+            if type(value) in (int, float) and not (0 <= value < 1e18 and (value or name in MAY_BE_0)):
+                raise ValueError("it must be a number above 0")
+    if args.model is None and args.data is None:
+        demo = {name: os.path.relpath(Path(__file__).parent / path) for name, path in DEMO.items()}
+        refuse((not Path(demo["model"]).exists(), "there is no demo/ beside this script: give --model and --data"))
+        demo |= {"reward": (demo["reward"],)} if "reward" in demo else {}
+        args = replace(args, **{name: value for name, value in demo.items() if not vars(args)[name]},
+                       lr=2e-4 if args.lr is None else args.lr)
+    refuse((not args.model or not args.data, "--model and --data go together: give both, or neither for the demo"),
+           (not args.lora_r and (args.lora_alpha or args.lora_target != "all-linear"),
+            "--lora_alpha and --lora_target need --lora_r"),
+           (args.merge and args.save_dtype != "float32", "--merge would round what was measured: save float32"),
+           (max(args.warmup, args.lora_dropout, args.sync_mix) > 1,
+            "--warmup, --lora_dropout and --sync_mix are at most 1"),
+           (args.sync_reference and args.ref != "swap", "--sync_reference needs --ref swap: no other reference moves"),
+           (args.ref == "none" and args.ref_model, "--ref none uses no --ref_model: leave one out"))
+    auto = "bfloat16" if torch.cuda.is_available() else "float32"
+    return replace(args, lr=1e-6 if args.lr is None else args.lr, dtype=auto if args.dtype == "auto" else args.dtype,
+                   ref_model=args.ref_model or args.model)
+
+
+class Stopped(RuntimeError):
+    """A run that ended early. The message says why, and what is saved."""
+
+
+def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
+    """Random numbers as a function of seed, purpose and step or epoch: a resumed run needs no saved state."""
+    return np.random.default_rng([seed, n, *purpose.encode()])
+
+
+def hold_out(rows: list, size: int, seed: int) -> tuple[list, list]:
+    """Splits off the rows of `size` prompts, at most a tenth of them; all rows of a prompt stay on one side."""
+    prompts = sorted({row.prompt for row in rows})
+    order = generator(seed, "hold_out").permutation(len(prompts))
+    held = {prompts[i] for i in order[:min(size, len(prompts) // 10)]}
+    return [row for row in rows if row.prompt not in held], [row for row in rows if row.prompt in held]
+
+
+def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
+    """The rows of a step (from 1): epoch after epoch of permutations, each a function of (seed, epoch) alone."""
+    places, n = range((step - 1) * batch_size, step * batch_size), len(rows)
+    orders = {epoch: generator(seed, "order", epoch).permutation(n) for epoch in {place // n for place in places}}
+    return [rows[orders[place // n][place % n]] for place in places]
+
+
+def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
+    """Share of the peak learning rate at a step (from 1): linear warmup, then constant or falling to 0 at steps + 1."""
+    rise = round(warmup * steps)
+    if step <= rise:
+        return step / rise
+    left = (steps - step + 1) / (steps - rise)  # 1 .. 1 / (steps − rise)
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[schedule]
+
+
+def claim(out: Path, inputs: list):
+    """Makes the folder, and locks it: a run shares it with no other one, and with nothing that it reads."""
+    for path in map(Path, inputs):
+        if out.resolve() in (path.resolve(), *path.resolve().parents):
+            raise BadInput(f"--out {out} holds {path}, which this run reads: name another --out")
+    with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
+        out.mkdir(parents=True, exist_ok=True)
+        return FileLock(out / ".lock").acquire(timeout=0)
+
+
+def identify(args, rows: list, folders: dict[str, str]) -> dict:
+    """What must be the same for a run to go on and end with the same bits: flags, rows, weights."""
+    digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # whatever path names them
+    speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard"}
+    skipped = digested | speed | {"out", "ref_cache", *(("steps", "epochs") if args.schedule == "constant" else ())}
+    flags = {name: value for name, value in asdict(args).items() if name not in skipped}
+    weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(repr(row).encode("utf-8", "backslashreplace"))
+    return json.loads(json.dumps({**flags, **weights, "rows": digest.hexdigest()}))
+
+
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+
+
+def save_checkpoint(out: Path, step: int, identity: dict, **objects):
+    """out/checkpoint.pt: the step, and the state of whatever changes. It replaces the last one, whole or not at all."""
+    state = {name: dict(thing.state_dict()) for name, thing in objects.items()}
+    for name, model in objects.items():
+        for key, p in model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ():
+            if not p.requires_grad:
+                del state[name][key]  # frozen weights are in the model's own files
+    sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
+    state |= {"step": step, "identity": json.dumps(identity), "sizes": sizes}
+    write_whole(out / "checkpoint.pt", lambda file: torch.save(state, file))
+
+
+def read_checkpoint(out: Path, identity: dict) -> dict:
+    """What save_checkpoint kept; runs nothing in it. Raises BadInput if it is damaged, or another run's."""
+    path = out / "checkpoint.pt"
+    if not path.exists():
+        if (out / "model").exists():
+            raise BadInput(f"{out / 'model'} is there already: name another --out")
+        return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}}
+    with refusing(f"{path} is damaged (delete it to start anew)"):
+        if damaged := zipfile.ZipFile(path).testzip():  # torch.load looks at no checksum
+            raise ValueError(f"{damaged} has changed")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        check_type(state["step"], int)
+        theirs = json.loads(state["identity"])
+        differing = [name for name in identity if theirs.get(name) != identity[name]]
+    for name in differing:
+        raise BadInput(f"{out} holds a run with {name} {str(theirs.get(name))[:80]!r} and not "
+                       f"{str(identity[name])[:80]!r}: name another --out")
+    return state
+
+
+def restore(out: Path, state: dict, **objects):
+    """Brings everything back to where the checkpoint left it, the log files too."""
+    for name in (METRICS, SAMPLES):
+        with refusing(f"cannot go on with {out / name}"), open(out / name, "ab") as file:
+            if file.tell() < state["sizes"][name]:
+                raise ValueError("it is shorter than it was: name another --out")
+            file.truncate(state["sizes"][name])
+    for name, thing in objects.items() if state["step"] else ():
+        with refusing(f"{out / 'checkpoint.pt'} does not fit this run"):
+            strict = {"strict": False} if isinstance(thing, torch.nn.Module) else {}  # frozen weights are not in it
+            thing.load_state_dict(state.pop(name), **strict)
+
+
+def read_lines(path: Path) -> list[dict]:
+    with refusing(f"{path} is damaged, name another --out"):
+        return [json.loads(line) | {} for line in path.read_text().splitlines()]
+
+
+class Log:
+    """Writes metrics.jsonl, a line per step; samples.jsonl, a line per completion; TensorBoard's events if asked."""
+
+    def __init__(self, out: Path, tensorboard: bool):
+        self.out, self.history, self.board = out, read_lines(out / METRICS), None
+        if tensorboard:
+            with refusing("--tensorboard needs `pip install tensorboard`"):
+                from torch.utils.tensorboard import SummaryWriter
+            self.board = SummaryWriter(out)
+
+    def write(self, values: dict, samples: list[dict]):
+        for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
+            with open(self.out / name, "a") as file:
+                file.writelines(json.dumps(line) + "\n" for line in lines)
+        for name in values if self.board else ():
+            self.board.add_scalar(name, values[name], values["step"])
+        self.history.append(values)
+
+
+@contextmanager
+def interrupt():
+    """Yields a list that SIGTERM or Ctrl-C enters, so that the loop can stop after a step. The second stops at once."""
+    asked = []
+
+    def ask(number, frame):
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def report(log: Log):
+    """What changed on held-out data, from the first line of the metrics to the last."""
+    first, last = log.history[0], log.history[-1]
+    samples = [row for row in read_lines(log.out / SAMPLES) if row["held_out"]]
+    before, after = ([row for row in samples if row["step"] == values["step"]] for values in (first, last))
+    for old, new in list(zip(before, after))[:3]:
+        prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
+        print(f"\n{prompt}\n  before  {old['completion']}\n  after   {new['completion']}")
+    names = ("eval_loss", "eval_reward", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score")
+    print(f"\n{'held out':28}{'before':>8}{'after':>8}")
+    for name in names:
+        if name in first and name in last:
+            print(f"{name:28}{first[name]:8.3f}{last[name]:8.3f}")
+
+
+def command_line(args):
+    """Runs main(). What a person can mend is one sentence on stderr and an exit code, not a traceback."""
+    try:
+        main(args)
+    except (BadInput, Stopped, KeyboardInterrupt, OSError, RuntimeError, MemoryError) as error:
+        advice = ": lower --tokens_per_forward, or add --gradient_checkpointing" if out_of_memory(error) else ""
+        if type(error) in (RuntimeError, KeyError) and not advice:
+            raise
+        message = [f"{Path(sys.argv[0]).name}: {one_line(error)}{advice}", *getattr(error, "__notes__", ())]
+        print("; ".join(message), file=sys.stderr)
+        sys.exit(2 if isinstance(error, BadInput) else 130 if isinstance(error, KeyboardInterrupt) else 1)
+
+
+# ---- Training -------------------------------------------------------------------------------------------------------
+
+
+class Samples(NamedTuple):
+    """The samples of a step, (B, k) each. The first update fills in what its one forward tells."""
+    rewards: torch.Tensor  # NaN: left out
+    old_logp: torch.Tensor  # log π_old(y|x)
+    ratio: torch.Tensor  # log π_old(y|x) − log π_ref(y|x)
     advantages: torch.Tensor
 
 
-def backward(policy, groups: list, rewards: torch.Tensor, known, seen: Seen | None, args: Args) -> tuple[Seen, dict[str, float]]:
-    """The gradient of the mean loss, one micro-batch of whole prompts after the other. In the first update of a step
-    π_old is π itself, so that the forward which carries the gradient also gives the KL; there is no other."""
-    first, loss, clipped = seen is None, 0.0, 0.0
-    if first:
-        seen = Seen(*(torch.empty_like(rewards) for _ in Seen._fields))
+def backward(policy, groups: list, known, samples: Samples, first: bool, args: Args) -> dict[str, float]:
+    """Adds the gradient of the mean loss, one micro-batch of whole prompts after the other."""
+    losses = torch.zeros_like(samples.rewards)
+    clipped = torch.zeros_like(losses, dtype=torch.bool)
     for micro in micro_batches(policy, groups, args.tokens_per_forward):
-        logp, rho, _ = (x.view(-1, args.k) for x in log_ratios(policy, [groups[i] for i in micro], known, args))
-        if first:
-            seen.logp[micro], seen.rho[micro] = logp.detach(), rho.detach()
-            reward = rewards[micro].clamp(*args.reward_clip) if args.reward_clip else rewards[micro]
-            seen.advantages[micro] = leave_one_out(reward - args.beta * rho.detach())  # (2), and then its baseline (1)
-        losses = policy_loss(logp, seen.logp[micro], seen.advantages[micro], args.clip_eps)
-        (losses.sum() / rewards.numel()).backward()  # the mean of (1), over all samples: those left out have no gradient
-        ratio, A = (logp - seen.logp[micro]).detach().exp(), seen.advantages[micro]
-        clipped += ((ratio > 1 + args.clip_eps) & (A > 0) | (ratio < 1 - args.clip_eps) & (A < 0)).sum().item() / rewards.numel()
-        loss += losses.sum().item() / rewards.numel()
-    return seen, {"loss": loss, "clip_ratio": clipped}
+        batch = [groups[i] for i in micro]
+        logps = completion_logprobs(policy, batch, args.tokens_per_forward, args.dtype, args.temperature)
+        logp = torch.stack([torch.stack([y.sum() for y in ys]) for ys in logps])  # (b, k)
+        if first:  # the policy is the one that sampled: this forward also gives its KL, so there is no other
+            ratio = torch.stack([torch.stack([y.sum() for y in ys]) for ys in log_ratios(logps, batch, known)]).detach()
+            reward = samples.rewards[micro].clamp(*args.reward_clip or (None, math.inf))
+            samples.old_logp[micro], samples.ratio[micro] = logp.detach(), ratio
+            samples.advantages[micro] = leave_one_out(reward - args.beta * ratio)  # (2), and then its baseline (1)
+        old_logp, advantages = samples.old_logp[micro], samples.advantages[micro]
+        loss = policy_loss(logp, old_logp, advantages, args.clip_eps)
+        (loss.sum() / losses.numel()).backward()  # the mean of (1); samples left out have no gradient
+        losses[micro] = loss.detach()
+        far = (logp - old_logp).detach().exp() - 1
+        clipped[micro] = (far > args.clip_eps) & (advantages > 0) | (far < -args.clip_eps) & (advantages < 0)
+    return {"loss": losses.mean().item(), "clip_ratio": clipped.float().mean().item()}
 
 
-def metrics(drawn: Rollout, rewards: torch.Tensor, rho: torch.Tensor | None) -> dict[str, float]:
+def metrics(drawn: Rollout, rewards: torch.Tensor, ratio: torch.Tensor | None) -> dict[str, float]:
     judged, lengths = rewards[~rewards.isnan()], [len(y) for _, ys in drawn.groups for y in ys]
-    same = [row[~row.isnan()] for row in rewards]
-    values = {"completions/mean_length": float(np.mean(lengths)),
-              "completions/clipped_ratio": 1 - drawn.ended.float().mean().item(), "entropy": drawn.entropy,
-              "frac_reward_zero_std": float(np.mean([len(row) < 2 or bool((row == row[0]).all()) for row in same]))}
-    if len(judged):
-        values |= {"reward": judged.mean().item(), "reward_std": judged.std(correction=0).item()}
-    if rho is not None:
-        values["kl"] = rho.sum().item() / sum(lengths)
-    return values
+    same = [len(row) < 2 or (row == row[0]).all().item() for row in (row[~row.isnan()] for row in rewards)]
+    values = {"completions/mean_length": float(np.mean(lengths)), "entropy": drawn.entropy,
+              "completions/clipped_ratio": 1 - drawn.ended.float().mean().item(), "frac_reward_zero_std": float(np.mean(same))}
+    values |= {"reward": judged.mean().item(), "reward_std": judged.std(correction=0).item()} if len(judged) else {}
+    return values | ({} if ratio is None else {"kl": ratio.sum().item() / sum(lengths)})
 
 
 @torch.no_grad()
-def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list[tuple], args: Args) -> tuple[list[dict], dict[str, float]]:
+def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, args: Args) -> tuple[list[dict], dict]:
     """One sample of each held-out prompt, always with the same random numbers."""
     if not rows:
         return [], {}
     drawn = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
     rewards, samples, means = judge(drawn, rows, tokenizer, functions)
-    known = reference_logprobs(reference, drawn.groups, args)
-    with eval_mode(policy):
-        rho = log_ratios(policy, drawn.groups, known, args)[1] if known is not None else None
-    values = metrics(drawn, rewards, rho) | means
-    if "rewards/--score" in values:
-        values["score"] = values.pop("rewards/--score")
-    return samples, {f"eval_{name}": value for name, value in values.items() if name != "frac_reward_zero_std"}
+    forward, ratio = (args.tokens_per_forward, args.dtype, args.temperature), None
+    known = reference_logprobs(reference, drawn.groups, *forward)
+    if known is not None:
+        with eval_mode(policy):
+            logps = completion_logprobs(policy, drawn.groups, *forward)
+        ratio = torch.stack([y.sum() for (y,) in log_ratios(logps, drawn.groups, known)])
+    values = metrics(drawn, rewards, ratio) | means
+    del values["frac_reward_zero_std"]  # of single samples
+    return samples, {f"eval_{name}".replace("rewards/--score", "score"): value for name, value in values.items()}
 
 
-def settle(args: Args) -> Args:
-    """Fills in the defaults that depend on others, and refuses what cannot be meant."""
-    demo = DEMO if args.reward_model else DEMO | dict(reward=("demo/score.py:sentiment",))
-    ref = args.ref or ("none" if args.beta == 0 else "adapter" if args.lora_r or args.model and adapter_base(args.model) else "swap")
-    args = with_defaults(replace(args, ref=ref), demo)
-    count = len(args.reward) + bool(args.reward_model)
-    check_args(
-        args, "rollout_tokens updates_per_rollout top_p",
-        (not 1e-4 <= args.temperature <= 1e4, "--temperature must be between 0.0001 and 10000"),
-        (args.lora_dropout and args.updates_per_rollout > 1, "--lora_dropout makes another policy of every forward: leave it out, or --updates_per_rollout"),
-        (len(set(args.reward)) < len(args.reward), "--reward names a function twice: give it a weight instead"),
-        (args.k < 2, "--k must be at least 2: a sample is compared with its siblings"),
-        (not count, "there is no reward: give --reward FILE.py:FUNCTION or --reward_model"),
-        (args.reward_weights and len(args.reward_weights) != count, f"--reward_weights must be {count} numbers, one a reward"),
-        (not all(map(math.isfinite, args.reward_weights)) or args.reward_weights and not any(args.reward_weights),
-         "--reward_weights must be numbers, and not all of them 0"),
-        (args.reward_clip and not args.reward_clip[0] < args.reward_clip[1], "--reward_clip is the lowest reward and then the highest"),
-        (not 0 <= args.beta < math.inf, "--beta must be a number, and not negative"),
-        (args.beta > 0 and args.ref == "none", "--ref none leaves nothing to measure --beta against: add --beta 0"),
-        (args.beta == 0 and args.ref != "none", f"--beta 0 needs no reference: leave out --ref {args.ref}"),
-        (not 0 < args.clip_eps < 1, "--clip_eps must be between 0 and 1"),
-        (args.top_p > 1 or args.top_k < 0, "--top_p must be at most 1, and --top_k not negative"),
-        (args.max_new_tokens >= args.max_length, "--max_length holds prompt and sample: it must be above --max_new_tokens"))
-    return args
+def check_start(drawn: Rollout, samples: Samples, step: int, args: Args):
+    """At the first step of a process. Raises BadInput if the sampler saw another distribution than training does: a
+    cache that mixes up its rows, say, would silently make the samples off-policy."""
+    lengths = torch.tensor([[len(y) for y in ys] for _, ys in drawn.groups], device=samples.ratio.device)
+    gaps = ((drawn.logps.to(lengths.device) - samples.old_logp) / lengths).abs()
+    if not gaps.mean() < (5e-2 if args.dtype == "bfloat16" else 1e-3):
+        raise BadInput("this model's samples cannot be trained on: its cache is not exact, the sampler saw log-probs that "
+                       f"differ by {gaps.mean():.2g} nats per token from those of training")
+    if step == 1 and args.beta and args.ref_model == args.model and not args.lora_dropout:
+        check_agreement(samples.ratio / lengths, args.dtype)
+
+
+def check(args: Args):
+    low, high = args.reward_clip or (0, 1)
+    refuse((args.k < 2, "--k must be at least 2: a sample is compared with its siblings"),
+           (args.lora_dropout and args.updates_per_rollout > 1,
+            "--lora_dropout makes every forward another policy: leave it out, or --updates_per_rollout"),
+           (not low < high, "--reward_clip is the lowest reward, then the highest"),
+           (args.top_p > 1 or args.clip_eps >= 1, "--top_p is at most 1, and --clip_eps less"),
+           (args.max_new_tokens >= args.max_length, "--max_length holds prompt and sample: --max_new_tokens is too much"))
 
 
 def main(args: Args) -> list[dict]:
-    """Trains, and returns what metrics.jsonl holds: a dict a step."""
+    """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     args = settle(args)
-    device, out, start = "cuda" if torch.cuda.is_available() else "cpu", Path(args.out), time.monotonic()
-    functions = load_rewards(args, device)
+    check(args)
+    began, device = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
+    models = {name: vars(args)[name] for name in ("model", "ref_model", "reward_model")}
+    folders = {name: find_folder(model) for name, model in models.items() if model}
+    functions = load_rewards(folders, device, args)
     judges = functions + ([("--score", load_function(args.score), 0.0)] if args.score else [])  # of held-out answers
-    tokenizer, context = load_tokenizer(args.model)
-    room = min(args.max_length, context) - args.max_new_tokens  # for a prompt
-    if room < 1:
-        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in the model's {context} positions: lower it")
-    train, held = load_rows(args.data, tokenizer, room, args), []
+    tokenizer, longest = load_tokenizer(folders["model"])
+    max_length = min(args.max_length, longest) - args.max_new_tokens  # of a prompt
+    train = load_rows(args.data, tokenizer, max_length, args)
     if args.eval_data:
-        held = load_rows(args.eval_data, tokenizer, room, args)
+        held = load_rows(args.eval_data, tokenizer, max_length, args)
     else:
         train, held = hold_out(train, min(args.eval_size, args.samples), args.seed)
     if args.show_data:
         print(tokenizer.decode(train[0].prompt))
         return []
     held = held[:args.samples]
-    args = replace(args, batch_size=min(args.batch_size, len(train)))
-    steps = args.steps or math.ceil(args.epochs * len(train) / args.batch_size)
-    run = Run(args, train + held)
-    if run.finished:
-        return run.history
+    batch_size = min(args.batch_size, len(train))
+    steps = args.steps or math.ceil(args.epochs * len(train) / batch_size)
+    out = Path(args.out).expanduser()
+    with claim(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
+        identity = identify(args, train + held, folders)
+        state = read_checkpoint(out, identity)
+        if state["step"] and "policy" not in state:
+            print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
+            return read_lines(out / METRICS)
+        (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
 
-    policy, reference = load_references(run, tokenizer, [], device)
-    check_rows(base_model(policy), ((len(row.prompt) + args.max_new_tokens, max(row.prompt)) for row in train + held))
-    if args.mask_truncated and not stop_tokens(policy, tokenizer):
-        raise BadInput("--mask_truncated leaves every sample out, because neither model nor tokenizer names a token that ends one: leave it out")
-    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], weight_decay=args.weight_decay, fused=device == "cuda")
-    run.restore(policy, optimizer, reference)
-    if not run.done:
-        answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
-        run.write({"step": 0, **scored}, answers)
-
-    tokens = run.history[-1].get("num_tokens", 0)
-    for step in run.steps(steps, policy, optimizer, reference):
-        rows = [train[i] for i in batch_rows(step, len(train), args.batch_size, args.seed)]
-        for group in optimizer.param_groups:
-            group["lr"] = args.lr * lr_factor(step, steps, args.warmup, args.schedule)
-        drawn = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
-        run.lap("rollout")
-        rewards, samples, means = judge(drawn, rows, tokenizer, functions)
-        counted = torch.where(drawn.ended, rewards, math.nan) if args.mask_truncated else rewards
-        run.lap("reward")
-        known, seen = reference_logprobs(reference, drawn.groups, args), None
-        run.lap("reference")
-        for update in range(args.updates_per_rollout):
-            seen, losses = backward(policy, drawn.groups, counted.to(device), known, seen, args)
-            losses["grad_norm"] = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
-            run.check({"step": step, **losses})
-            if update == 0:
-                if step == 1:
-                    check_start(policy, drawn.groups, known, f"KL {seen.rho.mean():.1e}", args)
-                if args.sync_reference and step % args.sync_reference == 0:
-                    reference.sync(args.sync_mix)  # before the update: the reference stays one step behind
-            optimizer.step()
-            optimizer.zero_grad()
-        run.lap("update")
-        tokens += sum(len(prompt) + sum(map(len, ys)) for prompt, ys in drawn.groups)
-        values = {"step": step, **metrics(drawn, rewards, seen.rho if reference else None), **means, **losses, "lr": group["lr"], "num_tokens": tokens}
-        answers = []
-        if step == steps or args.eval_every and step % args.eval_every == 0:
+        policy = load_model(folders["model"], device, args, trains=True)
+        reference = hold_reference(folders, policy, device, args) if args.beta else None
+        optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=args.lr,
+                                      weight_decay=args.weight_decay, fused=device == "cuda")
+        scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, steps, args.warmup, args.schedule))
+        changing = dict(policy=policy, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
+        if args.sync_reference:
+            changing["reference"] = reference
+        restore(out, state, **changing)
+        done, log = state["step"], Log(out, args.tensorboard)
+        if done == 0:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
-            values |= scored
-        run.write(values, answers, samples)
-        run.show(f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}")
-
-    save_model(policy, tokenizer, out, args.merge)
-    run.finish()
-    report(run)
-    print(f"\n{steps} steps of {args.batch_size} prompts, {args.k} samples each, in {time.monotonic() - start:.0f} s; the model is in {out}")
-    return run.history
+            log.write({"step": 0, **scored}, [{"step": 0, "held_out": True, **line} for line in answers])
+        tokens = log.history[-1].get("num_tokens", 0)
+        bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)
+        try:
+            for step in bar:
+                set_seed(int(generator(args.seed, "step", step).integers(2**32)))  # a resumed run needs no saved state
+                rows = batch_rows(step, train, batch_size, args.seed)
+                drawn = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
+                rewards, lines, means = judge(drawn, rows, tokenizer, functions)
+                counted = torch.where(drawn.ended, rewards, math.nan) if args.mask_truncated else rewards
+                forward = args.tokens_per_forward, args.dtype, args.temperature
+                known = reference_logprobs(reference, drawn.groups, *forward)
+                samples = Samples(counted.to(device), *(torch.zeros_like(counted, device=device) for _ in range(3)))
+                tokens += sum(len(prompt) + sum(map(len, ys)) for prompt, ys in drawn.groups)
+                for update in range(args.updates_per_rollout):
+                    losses = backward(policy, drawn.groups, known, samples, update == 0, args)
+                    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
+                    values = metrics(drawn, rewards, samples.ratio if args.beta else None)
+                    values = {"step": step, **values, **means, **losses, "grad_norm": grad_norm,
+                              "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
+                    if not all(map(math.isfinite, values.values())):
+                        raise Stopped(f"step {step} is not finite ({values}): lower --lr, or look at its rows")
+                    if update == 0 and done == state["step"]:
+                        check_start(drawn, samples, step, args)
+                    done = None  # until the log is written the weights belong to no step
+                    optimizer.step()
+                    optimizer.zero_grad()
+                scheduler.step()
+                if args.sync_reference and step % args.sync_reference == 0:
+                    reference.sync(args.sync_mix)  # after the update, as in TR-DPO, arXiv:2404.09656
+                lines = [{"step": step, "held_out": False, **line} for line in lines]
+                if step == steps:
+                    for p in policy.parameters():  # what is evaluated is what is saved
+                        p.data.copy_(p.data.to(getattr(torch, args.save_dtype)) if p.requires_grad else p.data)
+                if step == steps or args.eval_every and step % args.eval_every == 0:
+                    answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
+                    values |= scored
+                    lines = [{"step": step, "held_out": True, **line} for line in answers] + lines
+                log.write(values, lines)
+                bar.set_postfix_str(f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}")
+                done = step
+                if step % args.save_every == 0 or step == steps or signals:
+                    save_checkpoint(out, step, identity, **changing)
+                if signals and step < steps:
+                    raise Stopped(f"{signals[0]}: step {step} is saved, and the same command goes on there")
+        except Exception as error:
+            if done and done % args.save_every and not signals:
+                save_checkpoint(out, done, identity, **changing)
+                error.add_note(f"step {done} is saved, and the same command goes on there")
+            raise
+        save_model(policy, tokenizer, out, args)
+        save_checkpoint(out, steps, identity)  # without weights: the run is finished
+    report(log)
+    print(f"\n{steps} steps of {batch_size} prompts, {args.k} samples each, in {time.monotonic() - began:.0f} s")
+    print(f"the model is in {out / 'model'}")
+    return log.history
 
 
 if __name__ == "__main__":
-    command_line(main, ARGS)
+    command_line(ARGS)

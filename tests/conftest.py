@@ -2,5 +2,6 @@ import os
 import sys
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small, threads cost more time than they save
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is refused at once, without asking the hub
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]

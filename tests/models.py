@@ -5,6 +5,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 SMALL = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 GPT2 = dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+TINY = dict(vocab_size=97, hidden_size=32, pad_token_id=0, eos_token_id=2)
+MOE = dict(SMALL, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)
 GEMMA = dict(SMALL, head_dim=8, query_pre_attn_scalar=8)
 
 MODELS = {  # name -> (model type, config, whether its completions may share a prompt)
@@ -23,20 +25,29 @@ MODELS = {  # name -> (model type, config, whether its completions may share a p
     "gemma3-softcap": ("gemma3_text", dict(GEMMA, sliding_window=64, final_logit_softcapping=3.0), True),
     "cohere-logit-scale": ("cohere", dict(SMALL, logit_scale=0.25), True),
     "granite-logits-scaling": ("granite", dict(SMALL, logits_scaling=4.0), True),
-    "mamba": ("mamba", dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8, pad_token_id=0, eos_token_id=2), False),
-    "bloom-alibi": ("bloom", dict(vocab_size=97, hidden_size=32, n_layer=2, n_head=4, pad_token_id=0, eos_token_id=2), False),
+    "glm4-moe-buffer": ("glm4_moe", MOE, True),  # its routing bias is a persistent buffer, no parameter
+    "mamba": ("mamba", dict(TINY, num_hidden_layers=2, state_size=8), False),
+    "bloom-alibi": ("bloom", dict(TINY, n_layer=2, n_head=4), False),
     "falcon": ("falcon", dict(SMALL), False),
+    "stablelm": ("stablelm", SMALL, False),  # takes the attention function, but keeps keywords from it
 }
 
 
-def make(name, seed=0, attention=None):
-    """A model whose random weights are large enough that every token matters, in eval mode."""
+def make(name, seed=0, attention=None, **changes):
+    """One of MODELS, in eval mode."""
     model_type, config, _ = MODELS[name]
+    return build(model_type, config | changes, seed, attention)
+
+
+def build(model_type, config, seed=0, attention=None):
+    """A model whose random weights are large enough that every token matters, in eval mode."""
     config = AutoConfig.for_model(model_type, **config)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, **({"attn_implementation": attention} if attention else {}))
     with torch.no_grad():
         for key, p in model.named_parameters():
-            if p.dim() > 1: p.mul_(2 if name == "mamba" else 4)  # more, and a recurrence amplifies rounding
-            elif key.endswith("bias"): p.normal_(std=0.3)  # head biases start at zero, which would hide them
+            if p.dim() > 1:
+                p.mul_(2 if model_type == "mamba" else 4)  # more, and a recurrence amplifies rounding
+            elif key.endswith("bias"):
+                p.normal_(std=0.3)  # head biases start at zero, which would hide them
     return model.eval()

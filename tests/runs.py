@@ -1,63 +1,116 @@
-"""Short runs of the scripts for the tests of references and adapters, each in a folder of its own."""
-from copy import deepcopy
+"""Short runs of the scripts with a tiny model, for the tests of references and adapters. Equal runs are made only once."""
+import gc
+import os
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import tensor
+from models import build
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import kto
-import refcache
 import rloo
-from refcache import ReferenceCache, load_model, reference_logprobs
+from refcache import ReferenceCache
 
 ROOT = Path(dpo.__file__).parent
-MODEL = str(ROOT / "demo/model")
+TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "demo/model")
+TINY = dict(vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=None, eos_token_id=3)
+FOLDER = TemporaryDirectory()  # removed when the tests end
 SCRIPTS = {"dpo": dpo, "kto": kto, "rloo": rloo}
 FILES = {"dpo": "pairs", "kto": "feedback", "rloo": "prompts"}
+GROUPS = [((5, 9, 33), [(60, 12, 7), (90, 41)]), ((8, 3), [(77, 21, 4, 96)])]
+IDS = torch.tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
+LORA = dict(lora_r=4, lora_alpha=32.0, lr=2e-2)  # a high learning rate, so that a few steps change the model visibly
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 BOTH = pytest.mark.parametrize("script", ["dpo", "kto"])
-LORA = dict(lora_r=4, lora_alpha=32.0, lr=1e-2)  # so that a few steps are felt
-IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
-GROUPS = [((5, 9, 33), [(60, 12, 7), (90, 41)]), ((8, 3), [(77, 21, 4, 96)])]
+LORA_OR_NOT = pytest.mark.parametrize("lora", [{}, pytest.param(LORA, marks=needs_peft)], ids=["full", "lora"])
+REWARD = '''
+def letters(prompts, completions, **columns):
+    """Any two samples get different rewards."""
+    return [sum(map(ord, completion[0]["content"])) % 101 / 101 for completion in completions]
+'''
+gc.freeze()  # ReferenceCache.fill collects garbage: without the modules' objects that takes a tenth of the time
+
+
+def save(model, name):
+    """Saves a checkpoint with the demo's tokenizer. Returns its folder."""
+    folder = f"{FOLDER.name}/{name}"
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@cache
+def tiny(seed=0):
+    """The folder of a tiny model for the demo's tokens."""
+    return save(build("llama", TINY, seed), f"tiny{seed}")
+
+
+@cache
+def data(script):
+    """The first rows of the demo's data: files to train on and to evaluate."""
+    lines, files = (ROOT / f"demo/{FILES[script]}.jsonl").open().readlines(), []
+    for name, rows in (("train", lines[:12]), ("eval", lines[12:15])):
+        files.append(Path(FOLDER.name) / f"{script}_{name}.jsonl")
+        files[-1].write_text("".join(rows))
+    return list(map(str, files))
+
+
+def arguments(script="dpo", **changes):
+    """The arguments of a short run, with an output folder that is not there yet."""
+    arguments.runs += 1
+    train, held = data(script)
+    flags = dict(model=tiny(), data=train, eval_data=held, out=f"{FOLDER.name}/out{arguments.runs}", steps=3, batch_size=3,
+                 lr=3e-3, warmup=0.0, samples=0)
+    if script == "rloo":
+        (Path(FOLDER.name) / "reward_of_letters.py").write_text(REWARD)
+        flags |= dict(reward=(f"{FOLDER.name}/reward_of_letters.py:letters",), max_new_tokens=8, samples=2)
+    return SCRIPTS[script].Args(**flags | changes)
+
+
+arguments.runs = 0
+
+
+def settle(script="dpo", **changes):
+    """The arguments of a short run as main() completes and checks them."""
+    args = SCRIPTS[script].settle(arguments(script, **changes))
+    SCRIPTS[script].check(args)
+    return args
+
+
+@cache
+def done(script, changes):
+    args = arguments(script, **dict(changes))
+    history, model = SCRIPTS[script].main(args), f"{args.out}/model"
+    return SimpleNamespace(history=history, out=Path(args.out), model=model, args=args, weights=weights_of(model))
 
 
 @pytest.fixture
-def settle(tmp_path):
-    """The arguments of a short run with an out of its own."""
-    def settle(script="dpo", **changes):
-        files = [tmp_path / f"{script}_{name}.jsonl" for name in ("train", "eval")]
-        for file, rows in zip(files, (slice(12), slice(12, 15))):
-            file.write_text("".join((ROOT / f"demo/{FILES[script]}.jsonl").open().readlines()[rows]))
-        settle.runs += 1
-        common = dict(model=MODEL, data=str(files[0]), eval_data=str(files[1]), out=str(tmp_path / f"out{settle.runs}"), steps=5,
-                      batch_size=4, lr=1e-3, warmup=0.0, samples=0, eval_every=2)
-        return SCRIPTS[script].settle(SCRIPTS[script].Args(**(common | changes)))
-    settle.runs = 0
-    return settle
+def run(monkeypatch):
+    """run(script, **flags) gives the history, the folder and the saved weights of a run."""
+    monkeypatch.setattr(os, "sync", lambda: None)  # it would wait for every other process's files too
+    return lambda script="dpo", **changes: done(script, tuple(sorted(changes.items())))
 
 
-@pytest.fixture
-def run(settle, monkeypatch):
-    """A run: its history, its folder, the policy it ended with."""
-    def run(script="dpo", **changes):
-        args, kept = settle(script, **changes), []
-        monkeypatch.setattr(SCRIPTS[script], "save_model", lambda policy, *rest: kept.append(deepcopy(policy)) or
-                            refcache.save_model(policy, *rest))
-        return SimpleNamespace(history=SCRIPTS[script].main(args), out=Path(args.out), policy=kept[0], args=args)
-    return run
+def weights_of(folder):
+    return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def alike(one, two, tolerance=1e-5):
-    return all(a.keys() == b.keys() and all(a[k] == pytest.approx(b[k], abs=tolerance, rel=1e-4) for k in a)
-               for a, b in zip(one.history, two.history, strict=True))
+def same(one, two, tolerance=1e-5):
+    """Whether two runs have the same metrics and the same saved weights, to rounding."""
+    metrics = all(a == pytest.approx(b, abs=tolerance, rel=1e-4) for a, b in zip(one.history, two.history, strict=True))
+    return metrics and one.weights.keys() == two.weights.keys() and distance(one, two) < 2 * tolerance
 
 
 def distance(one, two):
-    return max((a - b).abs().max().item() for a, b in zip(one.policy.parameters(), two.policy.parameters(), strict=True))
+    return max((one.weights[name] - two.weights[name]).abs().max().item() for name in one.weights)
 
 
 def logprobs(model):
@@ -66,18 +119,25 @@ def logprobs(model):
     return {key: known[key].tolist() for key in known}
 
 
-def of(reference, args):
-    return {key: value.tolist() for key, value in reference_logprobs(reference, GROUPS, args).items()}
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
 
 
-def adapt(folder, base=MODEL, seed=0, **config):
-    """An SFT adapter: one with a B that is not zero."""
+def load(folder=None, script=dpo, trains=False, **flags):
+    """A model as the scripts load it: the policy if it trains, else a reference."""
+    return script.load_model(str(folder or tiny()), "cpu", script.Args(**dict(dtype="float32") | flags), trains=trains)
+
+
+def adapt(name, base=None, seed=0, **config):
+    """The folder of an adapter as supervised fine-tuning leaves it: its B is not zero."""
+    import peft
     torch.manual_seed(seed)
     config = dict(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"]) | config
-    import peft
-    model = peft.get_peft_model(load_model(base, "cpu"), peft.LoraConfig(**config))
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base or tiny()), peft.LoraConfig(**config))
     with torch.no_grad():
-        for name, p in model.named_parameters():
-            if p.requires_grad and "lora_A" not in name: p.add_(torch.randn_like(p) * 0.05)
-    model.save_pretrained(folder)
-    return str(folder)
+        for key, p in model.named_parameters():
+            if p.requires_grad and "lora_A" not in key:
+                p.add_(torch.randn_like(p) * 0.05)
+    model.save_pretrained(f"{FOLDER.name}/{name}")
+    return f"{FOLDER.name}/{name}"

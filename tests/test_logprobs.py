@@ -1,239 +1,489 @@
-"""completion_logprobs: against one forward a sequence, whatever the architecture and the memory knobs."""
+"""completion_logprobs: against one forward per sequence, for many architectures, attention paths and memory settings."""
+import inspect
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models import GPT2, MODELS, SMALL, make
-from transformers import AutoConfig, AutoModelForCausalLM
+from models import GPT2, MODELS, SMALL, build, make
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import refcache
 from refcache import (
-    HEAD_ROWS, SHARED, BadInput, checkpoint_layers, completion_logprobs, context_length, load_model, micro_batches, why_not_shared,
-    shared_prompt_attention)
+    SHARED, BadInput, base_model, completion_logprobs, context_length, eval_mode, micro_batches, one_kernel_serves, pack,
+    share_prompts, shares_prompts)
 
 P, Q, R = (5, 17, 90, 3, 41, 8, 66), (9, 9, 31), (77,)
 GROUPS = [(P, [(12, 4, 55, 2), (60, 2), (12, 33, 71, 80, 6, 19, 2)]), (Q, [(44, 2)]), (R, [(1,), (96, 95, 94, 2)]),
           (P + Q + P, [(13, 14, 15, 16, 2), (13, 14, 2)])]
+EIGHT = [(12, 4, 55), (60,), (12, 33, 71, 80, 6, 19), (44, 2), (12, 4), (7, 7, 7, 7), (1, 2), (90,)]
+SAMPLES = {k: [(P, EIGHT[:k]), (P + Q + P, EIGHT[-k:]), (R, EIGHT[:k])] for k in (1, 2, 8)}  # k completions per prompt
+ON_CUDA = ["llama", "qwen3", "gpt2", "mistral-window-5", "mistral-window-200", "gemma3-window-6"]
 
 
-def slow(model, groups):
-    """The definition, in four lines: one forward a sequence, all its logits."""
+def slow(model, groups, temperature=1.0):
+    """The definition: one forward per sequence, and the log-softmax of all its logits."""
     out = []
     for prompt, completions in groups:
         logits = [model(input_ids=torch.tensor([prompt + y])).logits[0, len(prompt) - 1:-1].float() for y in completions]
-        out.append([F.log_softmax(x, -1)[torch.arange(len(y)), torch.tensor(y)] for x, y in zip(logits, completions)])
+        logps = [F.log_softmax(x / temperature, -1) for x in logits]
+        out.append([x[torch.arange(len(y)), torch.tensor(y)] for x, y in zip(logps, completions)])
     return out
 
 
-def values_and_gradients(model, function, groups):
+def flat(ragged):
+    return torch.cat([logps for group in ragged for logps in group])
+
+
+def values_and_gradients(function, model, groups, **knobs):
     model.zero_grad()
-    logps = torch.cat([logp for group in function(model, groups) for logp in group])
-    (logps * torch.linspace(-1, 1, len(logps))).sum().backward()  # every token weighs differently
+    logps = flat(function(model, groups, **knobs))
+    (logps * torch.linspace(-1, 1, len(logps))).sum().backward()  # every token has another weight
     return logps.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def assert_exact(model, groups, **knobs):
-    why_not_shared(model)  # first: it also gives Gemma-2 back the softcap that sdpa drops in transformers 5.17
-    truth, truth_grad = values_and_gradients(model, slow, groups)
-    logps, grad = values_and_gradients(model, lambda m, g: completion_logprobs(m, g, **knobs), groups)
-    assert logps.dtype == torch.float32
-    assert (logps - truth).abs().max() < 1e-5
-    assert (grad - truth_grad).abs().max() < 1e-5 * truth_grad.abs().max().clamp(min=1)
+def assert_close(one, two):
+    for a, b in zip(one, two, strict=True):  # values, then gradients
+        assert a.dtype == b.dtype == torch.float32 and (a - b).abs().max() < 1e-5 * b.abs().max().clamp(min=1)
+
+
+def assert_exact(model, groups=GROUPS, **knobs):
+    share_prompts(model)  # first: it also returns Gemma-2 to the softcap that sdpa drops in transformers 5.17
+    temperature = {name: value for name, value in knobs.items() if name == "temperature"}
+    truth = values_and_gradients(slow, model, groups, **temperature)
+    assert_close(values_and_gradients(completion_logprobs, model, groups, **knobs), truth)
+
+
+def forward_sizes(model):
+    """A list that grows by the number of tokens of each forward from now on."""
+    share_prompts(model)
+    sizes = []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, out: sizes.append(args[0].numel()))
+    return sizes
+
+
+# --- values and gradients --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_values_and_gradients_equal_one_forward_a_sequence(name):
+def test_values_and_gradients_equal_one_forward_per_sequence(name):
     model = make(name)
-    why_not = why_not_shared(model)
-    assert bool(why_not) != MODELS[name][2], why_not
-    assert_exact(model, GROUPS)
+    assert_exact(model)
+    assert shares_prompts(model) == MODELS[name][2], "which models may share is known"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "gemma3-window-6", "mistral-window-5", "phi-head-bias"])
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_exact_whichever_attention_it_was_loaded_with(name, attention):
-    model = make(name, attention=attention)
-    truth, truth_grad = values_and_gradients(make(name, attention=attention), slow, GROUPS)
-    logps, grad = values_and_gradients(model, completion_logprobs, GROUPS)
-    assert (logps - truth).abs().max() < 1e-5 and (grad - truth_grad).abs().max() < 1e-5 * truth_grad.abs().max().clamp(min=1)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3-window-6"])
+def test_exact_also_when_loaded_with_eager_attention(name):
+    truth = values_and_gradients(slow, make(name, attention="eager"), GROUPS)
+    assert_close(values_and_gradients(completion_logprobs, make(name, attention="eager"), GROUPS), truth)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2-softcaps", "gemma3-window-6"])
+def checkpointed(model, reentrant):
+    """The model in training mode with gradient checkpointing, and a list that grows with each run of a layer."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=reentrant))
+    model.enable_input_require_grads()
+    runs = []
+    for module in model.train().modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, GradientCheckpointingLayer):
+            next(module.children()).register_forward_hook(lambda *_: runs.append(1))
+    return model, runs
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2-softcaps"])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_memory_only(name, reentrant):
-    model = make(name)
-    truth, truth_grad = values_and_gradients(model, completion_logprobs, GROUPS)
-    checkpoint_layers(model, use_reentrant=reentrant)
-    norms = []  # of every pass through a layer: twice as many when the backward runs them again
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            next(module.children()).register_forward_hook(lambda *_: norms.append(1))
-    logps, grad = values_and_gradients(model, completion_logprobs, GROUPS)
-    assert len(norms) == 2 * model.config.num_hidden_layers, "it did not checkpoint"
-    assert torch.equal(logps, truth) and (grad - truth_grad).abs().max() <= 1e-6 * truth_grad.abs().max()
-
-
-@pytest.mark.parametrize("model_type, config", [
-    ("gpt2", dict(GPT2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)),
-    ("opt", dict(vocab_size=97, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=256, dropout=0.5,
-                 word_embed_proj_dim=32, attention_dropout=0.5))])  # OPT's layers drop out themselves
-def test_checkpointed_model_has_no_dropout(model_type, config):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **config)).eval()
-    truth = completion_logprobs(model, GROUPS)[0][0]
-    checkpoint_layers(model)
-    assert torch.equal(completion_logprobs(model, GROUPS)[0][0], truth)
+    truth = values_and_gradients(completion_logprobs, make(name), GROUPS)
+    model, runs = checkpointed(make(name), reentrant)
+    share_prompts(model)
+    runs.clear()
+    assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth)
+    assert len(runs) == 2 * model.config.num_hidden_layers, "the backward did not run the layers again"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcaps", "mamba"])
-@pytest.mark.parametrize("tokens_per_forward", [1, 20, 45, 10_000])
+@pytest.mark.parametrize("tokens_per_forward", [1, 45])
 def test_tokens_per_forward_changes_memory_only(name, tokens_per_forward):
-    assert_exact(make(name), GROUPS, tokens_per_forward=tokens_per_forward)
+    assert_exact(make(name), tokens_per_forward=tokens_per_forward)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3-softcap", "bloom-alibi"])
+def test_temperature_divides_the_logits(name):
+    assert_exact(make(name), temperature=0.6)
+
+
+@pytest.mark.parametrize("name", ["llama", "phi-head-bias", "gemma3-softcap"])
+def test_size_of_the_head_chunks_changes_memory_only(name, monkeypatch):
+    model = make(name)
+    share_prompts(model)
+    truth = values_and_gradients(completion_logprobs, model, GROUPS)
+    monkeypatch.setattr(refcache, "HEAD_BYTES", 5 * 97 * 4)  # 5 completion tokens at a time
+    assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth)
+
+
+def test_order_of_groups_and_completions_is_kept():
+    model, groups = make("qwen2"), GROUPS[::-1] + GROUPS[1:3]
+    for (prompt, completions), logps in zip(groups, completion_logprobs(model, groups, 30), strict=True):
+        for y, found in zip(completions, logps, strict=True):
+            assert torch.allclose(found, completion_logprobs(model, [(prompt, [y])])[0][0], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window-5"])
+def test_single_completion_is_bitwise_equal_to_the_plain_row(name):
+    model, group = make(name), [(P, [(12, 4, 55, 2)])]
+    assert torch.equal(completion_logprobs(model, group)[0][0], slow(make(name, attention="sdpa"), group)[0][0])
+
+
+def test_completions_of_a_prompt_do_not_see_each_other():
+    model = make("llama")
+    one = completion_logprobs(model, [(P, [(12, 4, 55, 2), (60, 2)])])[0]
+    two = completion_logprobs(model, [(P, [(12, 4, 55, 2), (61, 7)])])[0]
+    assert torch.equal(one[0], two[0]) and not torch.equal(one[1], two[1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
+def test_bfloat16_is_close_and_gives_float32(name):
+    truth = flat(slow(make(name), GROUPS))
+    weights = flat(completion_logprobs(make(name).bfloat16(), GROUPS))
+    autocast = flat(completion_logprobs(make(name), GROUPS, dtype="bfloat16"))
+    for logps in (weights, autocast):
+        assert logps.dtype == torch.float32 and 0 < (logps - truth).abs().mean() < 0.1
+
+
+def test_dtype_float32_is_exact_inside_another_autocast():
+    with torch.autocast("cpu", torch.bfloat16):
+        logps = flat(completion_logprobs(make("llama"), GROUPS, dtype="float32"))
+    assert (logps - flat(slow(make("llama"), GROUPS))).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("config", [dict(target_modules=["q_proj", "up_proj"]), dict(target_modules=["q_proj", "lm_head"]),
+                                    dict(target_modules=["v_proj"], modules_to_save=["lm_head"])])
+@pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
+def test_adapters_also_of_the_head_are_exact(name, config):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make(name), peft.LoraConfig(task_type="CAUSAL_LM", r=4, **config))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn_like(p) * 0.1)
+    assert_exact(model)
+    assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)
+    assert base_model(model) is model.get_base_model() and shares_prompts(model) == MODELS[name][2]
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
 def test_no_forward_is_larger_than_tokens_per_forward(name):
-    model, sizes = make(name), []
-    why_not_shared(model)
-    model.get_input_embeddings().register_forward_hook(lambda _, args, out: sizes.append(args[0].numel()))
+    model = make(name)
+    sizes = forward_sizes(model)
     completion_logprobs(model, GROUPS * 5, tokens_per_forward=64)
-    assert max(sizes) <= 64 and sum(sizes) / len(sizes) > 32
+    assert max(sizes) <= 64 and sum(sizes) / len(sizes) > 32, "forwards should be as full as they can be"
 
 
 def test_prompt_is_encoded_once_and_nothing_is_padded():
-    model, sizes = make("llama"), []
-    why_not_shared(model)
-    model.get_input_embeddings().register_forward_hook(lambda _, args, out: sizes.append(args[0].numel()))
+    model = make("llama")
+    sizes = forward_sizes(model)
     completion_logprobs(model, GROUPS)
-    assert sizes == [sum(len(p) + sum(map(len, ys)) for p, ys in GROUPS)]
-
-
-def test_the_head_never_sees_more_than_a_chunk_nor_a_prompt():
-    model, rows = make("llama"), []
-    why_not_shared(model)
-    model.lm_head.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[0]))
-    groups = [(P, [tuple(range(90))] * 5)]
-    with torch.no_grad():
-        completion_logprobs(model, groups)
-    assert sum(rows) == 450 and max(rows) <= HEAD_ROWS
-
-
-def test_order_of_groups_and_of_completions_is_kept():
-    model = make("qwen2")
-    for group, logps in zip(GROUPS[::-1], completion_logprobs(model, GROUPS[::-1])):
-        alone = [completion_logprobs(model, [(group[0], [y])])[0][0] for y in group[1]]
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(alone, logps)) and len(alone) == len(logps)
-
-
-def test_one_completion_is_bitwise_the_plain_row():
-    model = make("llama")
-    assert torch.equal(completion_logprobs(model, [(P, [(12, 4, 55, 2)])])[0][0], slow(model, [(P, [(12, 4, 55, 2)])])[0][0])
-
-
-def test_completions_of_one_prompt_do_not_see_each_other():
-    model = make("llama")
-    first = completion_logprobs(model, [(P, [(12, 4, 55, 2), (60, 2)])])[0]
-    second = completion_logprobs(model, [(P, [(12, 4, 55, 2), (61, 7)])])[0]
-    assert torch.equal(first[0], second[0]) and not torch.equal(first[1], second[1])
+    assert sizes == [sum(len(prompt) + sum(map(len, completions)) for prompt, completions in GROUPS)]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
-def test_bfloat16_is_near_and_float32_comes_out(name):
-    truth = torch.cat(sum(slow(make(name), GROUPS), []))
-    logps = torch.cat(sum(completion_logprobs(make(name).bfloat16(), GROUPS), []))
-    with torch.autocast("cpu", torch.bfloat16):
-        auto = torch.cat(sum(completion_logprobs(make(name), GROUPS), []))
-    assert logps.dtype == auto.dtype == torch.float32
-    assert (logps - truth).abs().mean() < 0.1 and 0 < (auto - truth).abs().mean() < 0.1
+def test_head_sees_completion_tokens_only_and_no_more_than_head_bytes(name, monkeypatch):
+    model, rows = make(name), []
+    share_prompts(model)
+    model.lm_head.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[0]))
+    monkeypatch.setattr(refcache, "HEAD_BYTES", 7 * 97 * 4)
+    with torch.no_grad():
+        completion_logprobs(model, GROUPS)
+    assert rows == [7] * 4 and sum(rows) == sum(len(y) for _, completions in GROUPS for y in completions)
 
 
-def test_sharing_is_left_on_and_generate_still_works():
-    model = make("llama")
-    ids = torch.tensor([P])
-    before = model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
-    assert why_not_shared(model) == "" and model.config._attn_implementation == SHARED
-    assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0), before)
+def test_no_logits_are_kept_for_the_backward():
+    model, shapes = make("llama"), []
+    share_prompts(model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(x.shape) or x, lambda x: x):
+        logps = completion_logprobs(model, GROUPS)
+    assert shapes and not [shape for shape in shapes if shape[-1:] == (97,)]
+    flat(logps).sum().backward()
 
 
-def test_a_mask_that_nobody_announced_ends_sharing_for_good(monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
+def test_micro_batches_hold_every_group_once(name):
+    model = make(name)
+    share_prompts(model)
+    for budget in (1, 30, 64, 1000):
+        batches = micro_batches(model, GROUPS * 3, budget)
+        assert sorted(i for batch in batches for i in batch) == list(range(len(GROUPS) * 3))
+
+
+def test_pack_by_hand():
+    assert pack([3, 9, 4, 6, 2], budget=10) == [[1], [3, 2], [0, 4]]
+    assert pack([3, 9, 4], budget=18, rows=[1, 1, 1]) == [[1, 2], [0]], "a row of 4 tokens is padded to 9"
+    assert pack([3, 9], budget=18, rows=[2, 1]) == [[1], [0]], "2 rows, padded to 9, do not fit into the 9 that are left"
+
+
+# --- one kernel for all spans: the CUDA path -------------------------------------------------------------------------
+
+
+class Kernel:
+    """varlen_attn in plain torch, for a CPU. Asserts what the CUDA kernel demands of its arguments, except that `dtype` is
+    float32 where a test compares closely. `extra` widens the window: an error that must be noticed."""
+
+    def __init__(self, monkeypatch, dtype=torch.float32, extra=0):
+        self.dtype, self.extra, self.calls = dtype, extra, 0
+        monkeypatch.setattr(refcache, "varlen_attn", self)
+        monkeypatch.setattr(refcache, "one_kernel_serves", lambda query, value: query.dtype == dtype)
+
+    def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options):
+        inspect.signature(varlen_attn).bind(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
+        self.calls += 1
+        heads, key_heads, size = query.shape[1], key.shape[1], query.shape[2]
+        assert query.dtype == key.dtype == value.dtype == self.dtype
+        assert query.dim() == key.dim() == 3 and key.shape == value.shape and key.shape[2] == size
+        assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1 and size % 8 == 0 and size <= 256
+        assert heads == key_heads or options["enable_gqa"] and heads % key_heads == 0
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q.shape == cu_seq_k.shape
+        assert cu_seq_q.is_contiguous() and cu_seq_k.is_contiguous() and type(max_q) is type(max_k) is int
+        queries, keys = cu_seq_q.tolist(), cu_seq_k.tolist()
+        assert queries[0] == keys[0] == 0 and queries[-1] == len(query) and keys[-1] == len(key)
+        assert max_q == max(b - a for a, b in zip(queries, queries[1:]))
+        assert max_k == max(b - a for a, b in zip(keys, keys[1:]))
+        left, right = options.get("window_size", (-1, -1))
+        left = left + self.extra if left >= 0 else len(key)
+        right = right if right >= 0 else len(key)
+        outputs = []
+        for a, b, c, d in zip(queries, queries[1:], keys, keys[1:]):
+            places = torch.arange(d - c)
+            behind = places[d - c - (b - a):, None] - places  # aligned to the lower right, as in flash attention
+            q, k, v = (x.float().transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
+            outputs.append(F.scaled_dot_product_attention(q, k, v, (behind <= left) & (-behind <= right),
+                                                          scale=options.get("scale"), enable_gqa=True)[0].transpose(0, 1))
+        return torch.cat(outputs).to(query.dtype)
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize("k", SAMPLES)
+def test_kernel_path_equals_one_forward_per_sequence(name, k, monkeypatch):
+    kernel, model = Kernel(monkeypatch), make(name)
+    assert share_prompts(model)
+    kernel.calls = 0
+    assert_close(values_and_gradients(completion_logprobs, model, SAMPLES[k]), values_and_gradients(slow, model, SAMPLES[k]))
+    assert kernel.calls == model.config.num_hidden_layers, "one kernel per layer, whatever the number of completions"
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3-window-6"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_kernel_path_with_gradient_checkpointing_changes_memory_only(name, reentrant, monkeypatch):
+    truth = values_and_gradients(slow, make(name), SAMPLES[2])
+    kernel, (model, runs) = Kernel(monkeypatch), checkpointed(make(name), reentrant)
+    assert share_prompts(model)
+    runs.clear()
+    kernel.calls = 0
+    assert_close(values_and_gradients(completion_logprobs, model, SAMPLES[2]), truth)
+    assert kernel.calls == len(runs) == 2 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3-window-6"])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_kernel_path_in_bfloat16_is_close(name, stored, monkeypatch):
+    kernel, model = Kernel(monkeypatch, torch.bfloat16), make(name).to(stored)
+    assert share_prompts(model, "bfloat16") and kernel.calls
+    logps = flat(completion_logprobs(model, GROUPS, dtype="bfloat16"))
+    assert (logps - flat(slow(make(name), GROUPS))).abs().mean() < 0.1
+
+
+@pytest.mark.parametrize("name", ["mistral-window-5", "gemma3-window-6"])
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_kernel_with_a_window_off_by_one_is_not_trusted(name, extra, monkeypatch):
+    Kernel(monkeypatch, extra=extra)
+    model = make(name)
+    assert not share_prompts(model)
+    assert_close([flat(completion_logprobs(model, GROUPS))], [flat(slow(make(name), GROUPS))])
+
+
+def test_kernel_is_tried_in_the_dtype_of_the_forwards_to_come(monkeypatch):
+    Kernel(monkeypatch, torch.bfloat16, extra=3)
+    assert share_prompts(make("mistral-window-5"), "float32") and not share_prompts(make("mistral-window-5"), "bfloat16")
+
+
+def test_second_share_prompts_can_end_sharing(monkeypatch):
     model = make("mistral-window-5")
-    assert why_not_shared(model) == ""
-    def silent(module, query, key, value, mask, sliding_window=None, **kwargs):  # its window never reaches the attention function
-        return shared_prompt_attention(module, query, key, value, mask, **kwargs)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, silent)
-    logps = torch.cat(sum(completion_logprobs(model, GROUPS), []))
-    assert "masks more than the future" in why_not_shared(model) and "no longer shared" in "".join(capsys.readouterr())
-    assert (logps - torch.cat(sum(slow(make("mistral-window-5"), GROUPS), []))).abs().max() < 1e-5
+    assert share_prompts(model, "float32")
+    Kernel(monkeypatch, torch.bfloat16, extra=3)
+    assert not share_prompts(model, "bfloat16") and not shares_prompts(model)
 
 
-def test_a_model_that_ignores_the_layout_is_found_by_the_probe(monkeypatch):
-    def deaf(module, query, key, value, mask, spans=None, **kwargs):
-        return shared_prompt_attention(module, query, key, value, mask, **kwargs)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, deaf)
-    model = make("llama")
-    assert "changed a log-prob" in why_not_shared(model) and model.config._attn_implementation == "sdpa"
-    assert_exact(model, GROUPS)
+def test_attention_dropout_takes_the_loop_instead_of_the_kernel(monkeypatch):
+    kernel, model = Kernel(monkeypatch), make("llama", attention_dropout=0.5).train()
+    assert share_prompts(model) and kernel.calls
+    kernel.calls = 0
+    one, two = (flat(completion_logprobs(model, GROUPS)) for _ in range(2))
+    assert not kernel.calls and not torch.equal(one, two)
 
 
-def test_the_probe_leaves_training_mode_and_autocast_as_they_were():
+@pytest.mark.parametrize("serves, changes", [
+    (True, {}), (True, dict(dtype=torch.float16)), (True, dict(size=256)), (True, dict(size=80)), (True, dict(capability=(9, 0))),
+    (False, dict(is_cuda=False)), (False, dict(dtype=torch.float32)), (False, dict(size=264)), (False, dict(size=20)),
+    (False, dict(value_size=128)), (False, dict(capability=(7, 5)))])
+def test_kernel_serves_what_flash_attention_can(serves, changes, monkeypatch):
+    case = dict(is_cuda=True, dtype=torch.bfloat16, size=64, capability=(8, 0)) | changes
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: case["capability"])
+    query, value = (SimpleNamespace(is_cuda=case["is_cuda"], dtype=case["dtype"], shape=(1, 4, 9, size), device="cuda")
+                    for size in (case["size"], case.get("value_size", case["size"])))
+    assert one_kernel_serves(query, value) == serves
+
+
+# --- what a model can do ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2-softcaps", "falcon"])
+def test_share_prompts_called_twice_gives_the_same(name):
+    model = make(name)
+    verdict = share_prompts(model)
+    truth = flat(completion_logprobs(model, GROUPS))
+    assert share_prompts(model) == verdict and torch.equal(flat(completion_logprobs(model, GROUPS)), truth)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2-softcaps", "granite-logits-scaling"])
+def test_copy_of_a_model_works_like_the_model(name):
+    model = make(name)
+    share_prompts(model)
+    copy = deepcopy(model)
+    with torch.no_grad():
+        copy.get_output_embeddings().weight.mul_(1.5)  # the copy must not answer with the original's weights
+    assert_exact(copy)
+    assert_exact(model)
+
+
+def test_generate_gives_the_same_tokens_with_sharing_on():
+    model, ids = make("llama"), torch.tensor([P, (0,) * 4 + Q])
+    options = dict(attention_mask=(ids > 0).long(), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    before = model.generate(ids, **options)
+    assert share_prompts(model) and torch.equal(model.generate(ids, **options), before)
+
+
+def test_share_prompts_says_what_it_decided(capsys):
+    share_prompts(make("llama"))
+    share_prompts(make("mamba"))
+    assert capsys.readouterr().out.splitlines() == [
+        "LlamaForCausalLM: completions share their prompt",
+        "MambaForCausalLM: padded rows, because recurrent, convolutional or chunked layers read the row as it lies"]
+
+
+def test_share_prompts_leaves_training_mode_as_it_was():
     model = make("llama").train()
     model.model.layers[0].eval()
-    why_not_shared(model)
+    share_prompts(model)
     assert model.training and model.lm_head.training and not model.model.layers[0].mlp.training
 
 
-@pytest.mark.parametrize("groups, words", [
-    ([((), [(5,)])], "without tokens"), ([(P, [()])], "without tokens"), ([(P, [])], "without tokens"),
-    ([((5, 97), [(5,)])], "id 97, beyond the model's 97"), ([(P * 40, [(5,)])], "256 positions")])
-def test_what_has_no_log_prob_is_refused(groups, words):
-    with pytest.raises(BadInput, match=words):
-        completion_logprobs(make("llama"), groups)
+def test_eval_mode_ends_also_when_the_block_raises():
+    model = make("llama").train()
+    model.lm_head.eval()
+    with pytest.raises(KeyError), eval_mode(model):
+        assert not any(module.training for module in model.modules())
+        raise KeyError
+    assert [name for name, module in model.named_modules() if not module.training] == ["lm_head"]
 
 
-def test_weights_that_are_not_numbers_are_refused():
+def test_dropout_does_not_disturb_the_decision():
+    model = build("gpt2", dict(GPT2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)).train()
+    assert share_prompts(model)
+
+
+def test_attention_that_ignores_spans_gets_padded_rows(monkeypatch, capsys):
+    shared = ALL_ATTENTION_FUNCTIONS[SHARED]
+    def ignores_spans(module, query, key, value, mask, spans=None, **kwargs):
+        return shared(module, query, key, value, mask, **kwargs)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, ignores_spans)
+    model = make("llama")
+    assert not share_prompts(model) and "padded rows, because a shared prompt changed a log-prob" in capsys.readouterr().out
+    assert_exact(model)
+
+
+def test_mask_that_only_longer_rows_have_ends_sharing_and_says_so(monkeypatch, capsys):
+    shared = ALL_ATTENTION_FUNCTIONS[SHARED]
+    def hides_window(module, query, key, value, mask, sliding_window=None, **kwargs):
+        return shared(module, query, key, value, mask, **kwargs)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, hides_window)
+    config, groups = dict(SMALL, sliding_window=30), [(P * 6, GROUPS[0][1]), *GROUPS]
+    model, plain = build("mistral", config), build("mistral", config, attention="sdpa")
+    assert share_prompts(model), "the window is longer than the rows of the probe"
+    assert_close(values_and_gradients(completion_logprobs, model, groups), values_and_gradients(slow, plain, groups))
+    assert not shares_prompts(model)
+    assert "padded rows from now on, because MistralAttention masks more than the future" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["llama", "stablelm"])
+def test_out_of_memory_in_the_probe_is_no_verdict(name):
+    model = make(name)
+    def out_of_memory(module, args, kwargs):
+        if kwargs.get("spans") is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+    hook = model.get_decoder().register_forward_pre_hook(out_of_memory, with_kwargs=True)
+    with pytest.raises(torch.OutOfMemoryError):
+        completion_logprobs(model, GROUPS)
+    hook.remove()
+    truth = flat(slow(make(name), GROUPS))
+    assert (flat(completion_logprobs(model, GROUPS)) - truth).abs().max() < 1e-5
+    assert shares_prompts(model) == MODELS[name][2]
+
+
+@pytest.mark.parametrize("change", [torch.sin, lambda logits: logits * 1.1, lambda logits: logits * float("nan")])
+def test_model_whose_head_does_not_give_its_logits_is_refused(change):
+    model = make("llama")
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: SimpleNamespace(logits=change(forward(*args, **kwargs).logits))
+    with pytest.raises(BadInput, match="differ from its own logits"):
+        completion_logprobs(model, GROUPS)
+
+
+def test_weights_with_nan_are_refused():
     model = make("llama")
     model.model.norm.weight.data.fill_(float("nan"))
     with pytest.raises(BadInput, match="NaN"):
         completion_logprobs(model, GROUPS)
 
 
-def test_logits_that_the_head_does_not_explain_are_refused(monkeypatch):
-    model = make("llama")
-    forward = model.forward
-    model.forward = lambda *args, **kwargs: SimpleNamespace(logits=forward(*args, **kwargs).logits.sin())
-    with pytest.raises(BadInput, match="differ from its own logits"):
-        completion_logprobs(model, GROUPS)
+@pytest.mark.parametrize("model_type, config", [
+    ("llama4_text", dict(SMALL, head_dim=8, num_local_experts=2, intermediate_size_mlp=64)),  # get_decoder() gives logits
+    ("modernbert-decoder", dict(SMALL, cls_token_id=1, sep_token_id=2)),  # get_decoder() gives the head
+    ("bert", dict(SMALL, is_decoder=True))])  # layers between the decoder and the head
+def test_unusual_architecture_is_exact_or_refused_in_one_sentence(model_type, config):
+    model = build(model_type, config)
+    try:
+        logps = flat(completion_logprobs(model, GROUPS))
+    except BadInput as error:
+        assert "\n" not in str(error) and "not supported" in str(error)
+    else:
+        assert (logps - flat(slow(model, GROUPS))).abs().max() < 1e-5
 
 
-def test_rope_that_depends_on_the_batch_bounds_the_rows():
+@pytest.mark.parametrize("groups, words", [
+    ([((), [(5,)])], "without tokens"), ([(P, [()])], "without tokens"), ([(P, [])], "without tokens"),
+    ([((5, 97), [(5,)])], "ids up to 97 .*97 embeddings"), ([(P, [(5,), (97,)])], "ids up to 97"),
+    ([(P * 36, [(5,) * 4, (5,) * 5])], "257 tokens .*256 positions")])
+def test_group_outside_the_model_is_refused(groups, words):
+    with pytest.raises(BadInput, match=words):
+        completion_logprobs(make("llama"), groups)
+
+
+def test_row_as_long_as_the_context_and_the_highest_id_are_accepted():
+    assert len(completion_logprobs(make("llama"), [(P * 36, [(5, 2, 1, 96)])])[0][0]) == 4
+
+
+def test_context_length_is_where_rows_begin_to_depend_on_their_batch():
     rope = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
-    assert context_length(AutoConfig.for_model("llama", **SMALL, rope_parameters=rope)) == 64
+    nested = dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=1e4))
     assert context_length(AutoConfig.for_model("llama", **SMALL)) == 256
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
-def test_micro_batches_hold_every_group_once(name):
-    model = make(name)
-    for budget in (1, 30, 64, 1000):
-        batches = micro_batches(model, GROUPS * 3, budget)
-        assert sorted(i for batch in batches for i in batch) == list(range(len(GROUPS) * 3))
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_frozen_weights_stored_in_bfloat16_change_no_bit_of_bfloat16_forwards(name, tmp_path):
-    make(name).bfloat16().save_pretrained(tmp_path)
-    whole, stored, trained = (load_model(str(tmp_path), "cpu", *how) for how in (("float32",), ("bfloat16",), ("bfloat16", True)))
-    assert {p.dtype for p in whole.parameters()} == {p.dtype for p in trained.parameters()} == {torch.float32}
-    linear = {p.dtype for p in stored.parameters()} == {torch.float32, torch.bfloat16}
-    assert linear == (name not in ("gpt2", "falcon", "mamba")) and stored.get_input_embeddings().weight.dtype == torch.float32
-    assert why_not_shared(whole) == why_not_shared(stored) and not any("forward" in vars(m) for m in stored.modules())
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        one, two = (sum(completion_logprobs(model, GROUPS), []) for model in (whole, stored))
-    assert all(map(torch.equal, one, two))
-
-
-def test_a_model_saved_in_float32_stays_in_float32(tmp_path):
-    """Else a merged adapter would lose what bfloat16 cannot hold."""
-    make("llama").save_pretrained(tmp_path)
-    assert {p.dtype for p in load_model(str(tmp_path), "cpu", "bfloat16").parameters()} == {torch.float32}
+    assert context_length(AutoConfig.for_model("llama", **SMALL, rope_parameters=rope)) == 64
+    assert context_length(AutoConfig.for_model("gemma3_text", **SMALL, rope_parameters=nested)) == 64
+    assert context_length(AutoConfig.for_model("llama", **SMALL, rope_parameters=dict(rope, rope_type="yarn"))) == 256
+    assert context_length(AutoConfig.for_model("mamba", vocab_size=97)) == float("inf")

@@ -1,6 +1,7 @@
-"""Samples against transformers' generate(), the model's distribution, and each other: nothing but the flags changes them."""
+"""Samples: against transformers' generate(), against the model's own distribution, and independent of how they are batched."""
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,207 +9,276 @@ import pytest
 import torch
 from torch import tensor
 from transformers import DynamicCache, GenerationConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import refcache
-from models import make
-from refcache import BadInput, completion_logprobs, draw, generator, why_not_expanded
-from rloo import Args, rollout
+import rloo
+from models import GPT2, MODELS, SMALL, make
+from refcache import BadInput, completion_logprobs, share_prompts
+from rloo import Args, Samples, check_start, draw, generator, rollout
 
-PROMPTS = [(5, 6, 7, 8, 9, 10, 11, 12, 13), (20, 21), (30, 31, 32, 33, 34)]  # of the tiny models
-SPECIAL = SimpleNamespace(eos_token_id=2, pad_token_id=0)  # all that a rollout asks of their tokenizer
+RANDOM = torch.Generator().manual_seed(0)
+PROMPTS = [tuple(torch.randint(3, 97, (n,), generator=RANDOM).tolist()) for n in (3, 17, 9, 25)]
+TOKENIZER = SimpleNamespace(eos_token_id=2)  # all that a rollout asks of the tokenizer
+MOE = dict(num_local_experts=4, num_experts_per_tok=2)
+MAMBA2 = dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8)
+RWKV = dict(vocab_size=97, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2, context_length=256, eos_token_id=2)
+MORE = {  # models whose caches are special; none of them shares prompts but for DeepSeek-V3 and Cohere 2
+    "minimax": ("minimax", dict(SMALL, head_dim=8, block_size=4, num_hidden_layers=3, **MOE,
+                                layer_types=["linear_attention", "full_attention", "linear_attention"])),
+    "deepseek-v3": ("deepseek_v3", dict(
+        SMALL, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1)),
+    "deepseek-v4": ("deepseek_v4", SMALL),
+    "rwkv": ("rwkv", RWKV),
+    "recurrent-gemma": ("recurrent_gemma", dict(SMALL, num_hidden_layers=3, lru_width=32, attention_window_size=8)),
+    "jamba": ("jamba", dict(SMALL, num_hidden_layers=3, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2,
+                            expert_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_d_state=8)),
+    "granite-hybrid": ("granitemoehybrid", dict(SMALL, layer_types=["mamba", "attention"], shared_intermediate_size=32,
+                                                **MOE, **MAMBA2)),
+    "bamba": ("bamba", dict(SMALL, attn_layer_indices=[1], **MAMBA2)),
+    "falcon-h1": ("falcon_h1", dict(SMALL, mamba_d_ssm=64, **MAMBA2)),
+    "mamba2": ("mamba2", dict(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8,
+                              n_groups=2, chunk_size=8, eos_token_id=2)),
+    "qwen3-next": ("qwen3_next", dict(
+        SMALL, head_dim=8, layer_types=["linear_attention", "full_attention"], linear_key_head_dim=8, linear_value_head_dim=8,
+        linear_num_key_heads=2, linear_num_value_heads=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16)),
+    "lfm2": ("lfm2", dict(SMALL, layer_types=["conv", "full_attention"])),
+    "cohere2": ("cohere2", dict(SMALL, sliding_window=6, layer_types=["sliding_attention", "full_attention"])),
+    "gpt-oss-sinks": ("gpt_oss", dict(SMALL, head_dim=8, sliding_window=6, **MOE)),
+    "opt": ("opt", dict(SMALL, ffn_dim=64, word_embed_proj_dim=32)),
+    "gptj": ("gptj", dict(GPT2, rotary_dim=4)),
+    "longrope": ("phi3", dict(SMALL, original_max_position_embeddings=20, rope_parameters=dict(
+        rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[2.0] * 4,
+        original_max_position_embeddings=20))),
+}
+REFUSED = {"rwkv", "recurrent-gemma", "longrope"}  # wrong caches in transformers 5.23; rows that rotate with their batch
+ALL = [*MODELS, *MORE]
 
 
-def tiny(**changes):
-    return replace(Args(dtype="float32", max_new_tokens=10), **changes)
+def slow_but(*quick, names=ALL):
+    """All models; those that are not named are slow."""
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "mistral-window-5", "gemma3-window-6", "gemma2-softcaps", "bloom-alibi", "falcon", "mamba"])
-def test_greedy_samples_are_those_of_generate(name):
-    model = make(name)
+@pytest.fixture
+def model_of(monkeypatch):
+    for name, (kind, config) in MORE.items():
+        monkeypatch.setitem(MODELS, name, (kind, config, None))
+
+    def model_of(name, dtype="float32"):
+        if MODELS[name][0] not in CONFIG_MAPPING:
+            pytest.skip(f"this transformers has no {MODELS[name][0]}")
+        model = make(name)
+        share_prompts(model, dtype)
+        return model
+    return model_of
+
+
+def flags(**changes):
+    return replace(Args(dtype="float32", max_new_tokens=10, temperature=3.0), **changes)
+
+
+def sample_and_check(model, args, k=4, prompts=PROMPTS):
+    """The first step of a run: samples, the log-probs that training gives them, and the comparison of the two."""
+    drawn = rollout(model, TOKENIZER, prompts, k, 1, args)
+    with torch.no_grad():
+        logps = completion_logprobs(model, drawn.groups, 16384, args.dtype, args.temperature)
+    logps = torch.stack([torch.stack([y.sum() for y in ys]) for ys in logps])
+    zeros = torch.zeros_like(logps)
+    check_start(drawn, Samples(zeros, logps, zeros, zeros), 1, args)
+    return drawn, logps
+
+
+@torch.no_grad()
+def true_probs(model, prompt, y, temperature):
+    """The slow way: one forward per sequence, without a cache. (len(y), V), float64."""
+    logits = model(torch.tensor([prompt + y]), use_cache=False).logits[0, len(prompt) - 1:-1]
+    return (logits.double() / temperature).softmax(-1)
+
+
+# ---- The right distribution, on many models -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", slow_but("gpt2", "gemma3-window-6", "mamba", names=[x for x in ALL if x not in REFUSED]))
+def test_greedy_samples_equal_generate(name, model_of):
+    model = model_of(name)
+    truth = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        row = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10, eos_token_id=2,
+                             pad_token_id=0)
+        truth.append(tuple(row[0, len(prompt):].tolist()))
     for k, places in ((1, 10**6), (3, 10**6), (3, 1)):
-        for prompt, ys in rollout(model, SPECIAL, PROMPTS, k, 1, tiny(temperature=0.0, rollout_tokens=places)).groups:
-            ids = torch.tensor([prompt])
-            truth = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10, eos_token_id=2, pad_token_id=0)
-            assert ys == [tuple(truth[0, len(prompt):].tolist())] * k
-    assert bool(model.why_not_expanded) == (name == "mamba")
+        groups = rollout(model, TOKENIZER, PROMPTS, k, 1, flags(top_k=1, rollout_tokens=places)).groups
+        assert groups == [(prompt, [y] * k) for prompt, y in zip(PROMPTS, truth)]
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba"])  # mamba: in transformers' generate()
-def test_samples_are_a_function_of_seed_and_step_and_not_of_the_batch(name):
-    model, args = make(name), tiny(temperature=3.0)
-    ask = lambda prompts=PROMPTS, step=1, **changes: rollout(model, SPECIAL, prompts, 4, step, replace(args, **changes)).groups
-    first = ask()
-    assert first == ask() == ask(rollout_tokens=1) == ask(rollout_tokens=130) and first[:1] == ask(PROMPTS[:1])
-    assert ask([PROMPTS[0], (40,) * 60, PROMPTS[2]])[::2] == first[::2]
+@pytest.mark.parametrize("name", slow_but("llama", "mistral-window-5", "mamba", "rwkv"))
+def test_each_token_is_what_its_uniform_number_picks_from_the_model_or_the_model_is_refused(name, model_of):
+    model, args = model_of(name), flags()
+    if name in REFUSED:
+        with pytest.raises(BadInput) as refusal:
+            sample_and_check(model, args)
+        assert "\n" not in str(refusal.value)
+        return
+    drawn, logps = sample_and_check(model, args)
+    uniform = generator(args.seed, "rollout", 1).random((4, 4, 10))
+    for b, (prompt, ys) in enumerate(drawn.groups):
+        for i, y in enumerate(ys):
+            cdf = true_probs(model, prompt, y, 3.0).cumsum(-1)  # (len(y), 97)
+            below = torch.cat([torch.zeros(len(y), 1), cdf], dim=1).gather(1, tensor(y)[:, None])[:, 0]
+            above = cdf.gather(1, tensor(y)[:, None])[:, 0]
+            u = torch.from_numpy(uniform[b, i, :len(y)])
+            assert (below - 1e-4 < u).all() and (u < above + 1e-4).all()
+            assert (above - below).log().sum() == pytest.approx(drawn.logps[b, i].item(), abs=1e-2)
+    assert torch.allclose(drawn.logps, logps, atol=1e-2)
+
+
+def test_draw_of_a_grid_of_uniform_numbers_gives_the_probabilities_after_temperature_top_k_and_top_p():
+    logits = tensor([0.05, 0.4, 0.0, 0.25, 0.3, 0.0]).log()
+    grid = torch.tensor([0.0, *((np.arange(1000) + 0.5) / 1000), 1 - 2.0**-53], dtype=torch.float64)
+
+    def shares(**changes):
+        tokens, logps, entropy = draw(logits.expand(len(grid), -1), grid, **changes)
+        p = torch.bincount(tokens, minlength=6) / len(grid)
+        assert entropy[0].item() == pytest.approx(-torch.special.xlogy(p, p).sum().item(), abs=0.01)
+        whole = torch.log_softmax(logits / changes.get("temperature", 1.0), -1)
+        assert torch.allclose(logps, whole[tokens], atol=1e-6)  # of the whole distribution, whatever top_k and top_p
+        return p.tolist()
+
+    assert shares() == pytest.approx([0.05, 0.4, 0, 0.25, 0.3, 0], abs=2e-3) and shares()[2] == shares()[5] == 0
+    for changes in (dict(top_k=2), dict(top_p=0.6), dict(top_p=0.69), dict(top_k=2, top_p=0.9)):
+        assert shares(**changes) == pytest.approx([0, 4 / 7, 0, 0, 3 / 7, 0], abs=2e-3) and shares(**changes)[0] == 0
+    assert shares(top_p=0.71) == pytest.approx([0, 0.4 / 0.95, 0, 0.25 / 0.95, 0.3 / 0.95, 0], abs=2e-3)
+    assert shares(top_p=0.01) == shares(top_k=1) == shares(temperature=1e-4) == [0, 1, 0, 0, 0, 0]
+    assert shares(top_k=2, top_p=0.5) == [0, 1, 0, 0, 0, 0]  # top_p counts what top_k left: 0.4 / 0.7 is more than half
+    squares = [p * p / 0.315 for p in (0.05, 0.4, 0, 0.25, 0.3, 0)]
+    assert shares(temperature=0.5) == pytest.approx(squares, abs=2e-3)
+
+
+def test_top_p_that_is_just_reached_needs_no_further_token():
+    tokens = draw(tensor([[0.0, 0.0, -math.inf]]).expand(9, -1), torch.linspace(0, 0.99, 9), top_p=0.5)[0]
+    assert len(set(tokens.tolist())) == 1
+
+
+def test_no_uniform_number_draws_a_token_of_probability_0():
+    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0))
+    logits[:, 0] = logits[:, -1] = -math.inf
+    for u in (0.0, 1 - 2.0**-53):
+        assert set(draw(logits, torch.full((64,), u, dtype=torch.float64))[0].tolist()).isdisjoint((0, 4999))
+
+
+# ---- What does not change a sample ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+def test_samples_are_a_function_of_seed_step_prompt_and_place_and_not_of_the_batch(name, model_of):
+    model, args = model_of(name), flags()
+    def ask(prompts=PROMPTS, step=1, **changes):
+        return rollout(model, TOKENIZER, prompts, 4, step, replace(args, **changes)).groups
+    first, state = ask(), torch.get_rng_state()
+    assert first == ask() == ask(rollout_tokens=1) == ask(rollout_tokens=130)
+    assert ask(PROMPTS[:1]) == first[:1] and ask([PROMPTS[0], (40,) * 60, PROMPTS[2]])[::2] == first[:3:2]
     assert first != ask(seed=1) != ask(step=2) != first
-    assert all(len(set(ys)) == 4 for _, ys in first)
+    assert all(len(set(ys)) == 4 for _, ys in first) and torch.equal(state, torch.get_rng_state())
 
 
-def test_finished_rows_leave_and_the_others_go_on_as_they_were():
-    """Rows leave at every length; without stop tokens the same random numbers give longer rows. Entropy: of the living, at every token."""
-    model, args, ends, entropies = make("gpt2"), tiny(temperature=3.0), set(range(2, 12)), []
+@pytest.mark.parametrize("name", slow_but("mistral-window-5", names=["gpt2", "mistral-window-5", "mamba", "bamba"]))
+def test_rows_that_leave_early_change_no_other_row(name, model_of):
+    """With 11 stop tokens the rows leave at every length; without them the same numbers give longer rows."""
+    model, args, ends, entropies = model_of(name), flags(), set(range(2, 12)), []
     model.generation_config.eos_token_id = None
-    whole = rollout(model, SimpleNamespace(eos_token_id=None, pad_token_id=0), PROMPTS, 8, 1, args)
+    whole = rollout(model, SimpleNamespace(eos_token_id=None), PROMPTS, 8, 1, args)
     assert not whole.ended.any() and all(len(y) == 10 for _, ys in whole.groups for y in ys)
     model.generation_config.eos_token_id = sorted(ends - {2})  # both count: the model's list, and the tokenizer's own
-    short = rollout(model, SPECIAL, PROMPTS, 8, 1, args)
+    short, _ = sample_and_check(model, args, 8)
     for (prompt, long), (_, ys), ended in zip(whole.groups, short.groups, short.ended.tolist()):
         stops = [next((t + 1 for t, x in enumerate(y) if x in ends), 10) for y in long]
         assert ys == [y[:n] for y, n in zip(long, stops)] and ended == [y[-1] in ends for y in ys]
         for y in ys:
-            probs = (model(torch.tensor([prompt + y])).logits[0, len(prompt) - 1:-1] / 3).softmax(-1)
+            probs = true_probs(model, prompt, y, 3.0)
             entropies += (-torch.special.xlogy(probs, probs).sum(-1)).tolist()
     assert short.entropy == pytest.approx(np.mean(entropies), abs=1e-4)
     assert len({len(y) for _, ys in short.groups for y in ys}) > 4 and short.ended.any() and not short.ended.all()
 
 
-@pytest.mark.parametrize("temperature", [4.0, 2.0])
-def test_first_tokens_have_the_model_s_distribution(temperature):
-    model = make("llama")
-    for prompt, ys in rollout(model, SPECIAL, PROMPTS, 4000, 1, tiny(temperature=temperature, max_new_tokens=1)).groups:
-        truth = (model(torch.tensor([prompt])).logits[0, -1].double() / temperature).softmax(-1)
-        seen = torch.bincount(torch.tensor(ys)[:, 0], minlength=97) / 4000
-        assert (truth - seen).abs().sum() / 2 < 0.1 and truth.max() < 0.9
-
-
-def test_top_k_and_top_p_cut_exactly_and_nothing_of_probability_0_is_drawn():
-    logits = tensor([0.05, 0.4, 0.0, 0.25, 0.3, 0.0]).log()
-    grid = torch.tensor([0.0, *((np.arange(1000) + 0.5) / 1000), 1 - 2.0**-53], dtype=torch.float64)
-    def shares(**changes):
-        tokens, entropy = draw(logits.expand(len(grid), -1), grid, **changes)
-        p = torch.bincount(tokens, minlength=6) / len(grid)
-        assert entropy[0].item() == pytest.approx(-torch.special.xlogy(p, p).sum().item(), abs=0.01)
-        return p.tolist()
-    assert shares() == pytest.approx([0.05, 0.4, 0, 0.25, 0.3, 0], abs=2e-3) and shares()[2] == shares()[5] == 0
-    for changes in (dict(top_k=2), dict(top_p=0.6), dict(top_p=0.69), dict(top_k=2, top_p=0.9)):
-        assert shares(**changes) == pytest.approx([0, 4 / 7, 0, 0, 3 / 7, 0], abs=2e-3) and shares(**changes)[0] == 0
-    assert shares(top_p=0.71) == pytest.approx([0, 0.4 / 0.95, 0, 0.25 / 0.95, 0.3 / 0.95, 0], abs=2e-3)
-    assert shares(top_p=0.01) == shares(top_k=1) == [0, 1, 0, 0, 0, 0]
-    squares = [p * p / 0.315 for p in (0.05, 0.4, 0, 0.25, 0.3, 0)]
-    assert shares(temperature=0.5) == pytest.approx(squares, abs=2e-3)
-
-
-def test_a_generation_config_and_checkpointed_layers_change_no_sample():
-    model, args = make("qwen2"), tiny(temperature=3.0)
-    first = rollout(model, SPECIAL, PROMPTS, 3, 1, args)
+@pytest.mark.parametrize("name", slow_but("qwen2", names=["qwen2", "mamba"]))
+def test_a_generation_config_and_checkpointed_layers_change_no_sample(name, model_of):
+    model, args = model_of(name), flags()
+    first = rollout(model, TOKENIZER, PROMPTS, 3, 1, args)
     own = model.generation_config = GenerationConfig(
         do_sample=True, temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=9.0, eos_token_id=2, min_new_tokens=9)
-    refcache.checkpoint_layers(model)
-    assert rollout(model, SPECIAL, PROMPTS, 3, 1, args).groups == first.groups and model.generation_config is own
+    rloo.checkpoint_layers(model)
+    assert rollout(model, TOKENIZER, PROMPTS, 3, 1, args).groups == first.groups and model.generation_config is own
     assert any(module.training for module in model.modules()) and not model.training
 
 
-def wrong(self, repeats, real=DynamicCache.batch_repeat_interleave):
+def test_rollout_tokens_bounds_the_places_of_every_batch(model_of, monkeypatch):
+    model, places = model_of("llama"), []
+    def spy(core, prompts, u, *rest, real=rloo.decode):
+        places.append(u.shape[1] * len(prompts) * (max(map(len, prompts)) + u.shape[2]))
+        return real(core, prompts, u, *rest)
+    monkeypatch.setattr(rloo, "decode", spy)
+    rollout(model, TOKENIZER, PROMPTS * 4, 4, 1, flags(rollout_tokens=300))
+    assert max(places) <= 300 and len(places) < 16
+
+
+# ---- The comparison of sampler and training at the first step -------------------------------------------------------
+
+
+def reverse_selected_rows(self, indices, real=DynamicCache.batch_select_indices):
+    real(self, indices.flip(0))
+
+
+def reverse_repeated_rows(self, repeats, real=DynamicCache.batch_repeat_interleave):
     real(self, repeats)
-    for layer in self.layers: layer.values = layer.values + 1
+    for layer in self.layers:
+        layer.values = layer.values.flip(0)
 
 
-@pytest.mark.parametrize("expand, words", [(lambda self, repeats: 1 / 0, "division by zero"), (wrong, "changed a log-prob")])
-def test_a_cache_that_cannot_be_expanded_is_not_and_says_so_once(expand, words, monkeypatch, capsys):
-    model, ask = make("llama"), lambda model, heat, step=1: rollout(model, SPECIAL, PROMPTS, 3, step, tiny(temperature=heat)).groups
-    truth = ask(make("llama"), 0.0)
-    with monkeypatch.context() as patch:
-        patch.setattr(DynamicCache, "batch_repeat_interleave", expand)
-        assert ask(model, 0.0) == ask(model, 0.0, step=2) == truth
-    said = capsys.readouterr().out
-    assert said.count("samples: each encodes its prompt") == 1 and words in said
-    assert ask(model, 3.0) == ask(model, 3.0) != ask(model, 3.0, step=2) and all(len(set(ys)) == 3 for _, ys in ask(model, 3.0))
+FAULTS = {"batch_select_indices": reverse_selected_rows, "batch_repeat_interleave": reverse_repeated_rows}
 
 
-def test_a_row_of_exactly_the_context_fits_and_one_more_does_not():
-    model = make("gpt2")  # 256 positions
-    assert len(completion_logprobs(model, [((5,) * 246, [(6,) * 10])])[0][0]) == 10
-    assert len(rollout(model, SPECIAL, [(5,) * 246], 2, 1, tiny()).groups) == 1
-    for call in (lambda: completion_logprobs(model, [((5,) * 247, [(6,) * 10])]), lambda: rollout(model, SPECIAL, [(5,) * 247], 2, 1, tiny())):
-        with pytest.raises(BadInput, match="longer than the model's 256"):
-            call()
+@pytest.mark.parametrize("dtype, scale", [  # scale of the head; 60: surer than any trained model
+    ("float32", 60), ("bfloat16", 1), pytest.param("float32", 1, marks=pytest.mark.slow),
+    pytest.param("bfloat16", 60, marks=pytest.mark.slow)])
+def test_a_cache_that_mixes_up_its_rows_is_refused_and_a_right_one_is_not(monkeypatch, model_of, scale, dtype):
+    model, args = model_of("llama"), flags(dtype=dtype)
+    model.lm_head.weight.data.mul_(scale)
+    share_prompts(model, dtype)
+    model.generation_config.eos_token_id = list(range(2, 30))  # many rows leave early
+    sample_and_check(model, args)
+    for name, fault in FAULTS.items():
+        with monkeypatch.context() as patch, pytest.raises(BadInput, match="cannot be trained on"):
+            patch.setattr(DynamicCache, name, fault)
+            sample_and_check(model, args)
 
 
-def test_a_prompt_without_tokens_is_refused():
-    with pytest.raises(BadInput, match="a prompt without tokens"):
-        rollout(make("llama"), SPECIAL, [(5,), ()], 2, 1, tiny())
+@pytest.mark.parametrize("name", slow_but("batch_repeat_interleave", names=FAULTS))
+def test_a_run_with_a_cache_that_mixes_up_its_rows_ends_before_its_first_update(tmp_path, monkeypatch, name):
+    root = Path(rloo.__file__).parent
+    (tmp_path / "prompts.jsonl").write_text("".join(open(root / "demo/prompts.jsonl").readlines()[:8]))
+    args = Args(model=str(root / "demo/model"), data=str(tmp_path / "prompts.jsonl"), eval_data=str(tmp_path / "prompts.jsonl"),
+                reward=(f"{root}/demo/score.py:sentiment",), batch_size=4, steps=2, samples=2, out=str(tmp_path / "out"))
+    monkeypatch.setattr(DynamicCache, name, FAULTS[name])
+    monkeypatch.setattr(torch.optim.AdamW, "step", None)
+    with pytest.raises(BadInput, match="cannot be trained on"):
+        rloo.main(args)
+    assert not (tmp_path / "out/model").exists() and not (tmp_path / "out/checkpoint.pt").exists()
 
 
-def test_no_rollout_batch_has_more_places_than_rollout_tokens(monkeypatch):
-    model, seen = make("llama"), []
-    why_not_expanded(model)
-    monkeypatch.setattr(refcache, "_decode", lambda core, prompts, u, *rest, real=refcache._decode:
-                        seen.append(u.shape[1] * len(prompts) * (max(map(len, prompts)) + u.shape[2])) or real(core, prompts, u, *rest))
-    rollout(model, SPECIAL, PROMPTS * 4, 4, 1, tiny(rollout_tokens=300))
-    assert max(seen) <= 300 and len(seen) <= 4
-
-
-def test_samples_come_from_forwards_in_dtype(monkeypatch):
-    model, seen = make("llama"), set()
-    monkeypatch.setattr(refcache, "draw", lambda logits, *rest, real=draw, **choice: seen.add(logits.dtype) or real(logits, *rest, **choice))
-    rollout(model, SPECIAL, PROMPTS, 2, 1, tiny(dtype="bfloat16"))
+def test_samples_come_from_forwards_in_dtype(model_of, monkeypatch):
+    model, seen = model_of("llama", "bfloat16"), set()
+    def spy(logits, *rest, real=draw):
+        seen.add(logits.dtype)
+        return real(logits, *rest)
+    monkeypatch.setattr(rloo, "draw", spy)
+    sample_and_check(model, flags(dtype="bfloat16"))
     assert seen == {torch.bfloat16}
 
 
-def test_top_p_that_is_just_reached_and_top_p_after_top_k():
-    half = draw(tensor([[0.0, 0.0, -math.inf]]).expand(9, -1), torch.linspace(0, 0.99, 9), top_p=0.5)[0]
-    assert len(set(half.tolist())) == 1
-    both = draw(tensor([0.05, 0.4, 0.25, 0.3]).log().expand(9, -1), torch.linspace(0, 0.99, 9), top_k=2, top_p=0.5)[0]
-    assert set(both.tolist()) == {1}  # 0.4 / 0.7 is already more than half
-
-
-def test_the_last_uniform_number_draws_nothing_of_probability_0():
-    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(0))
-    logits[:, -1] = -math.inf
-    assert draw(logits, torch.full((64,), 1 - 2.0**-53, dtype=torch.float64))[0].max() < 4999
-
-
-def test_generate_obeys_the_flags_and_leaves_no_trace():
-    model = make("mamba")
-    own = model.generation_config = GenerationConfig(do_sample=True, repetition_penalty=9.0, min_new_tokens=9, eos_token_id=2)
-    ask = lambda k=2, **changes: [ys for _, ys in rollout(model, SPECIAL, PROMPTS, k, 1, tiny(**changes)).groups]
-    state, greedy = torch.get_rng_state(), None
-    greedy = ask(temperature=0.0)
-    plain = make("mamba"); ids = torch.tensor([PROMPTS[0]])
-    truth = plain.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=10, eos_token_id=2, pad_token_id=0)
-    assert greedy[0][0] == tuple(truth[0, len(PROMPTS[0]):].tolist())
-    assert ask(temperature=1e-4) == ask(temperature=9.0, top_k=1) == ask(temperature=9.0, top_p=1e-6) == greedy
-    assert len({y for ys in ask(300, temperature=50.0, max_new_tokens=1) for y in ys}) > 60  # of 97: no top_k of 50
-    assert torch.equal(state, torch.get_rng_state()) and model.generation_config is own
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_samples_by_generate_are_those_of_the_loop(name, monkeypatch):
-    """The same uniform numbers, so the same tokens, ends and entropy, whether a cache can be expanded or not."""
-    loop, theirs = make(name), make(name)
-    loop.generation_config.eos_token_id = theirs.generation_config.eos_token_id = list(range(2, 12))
-    args = tiny(temperature=3.0, top_p=0.9)
-    monkeypatch.setattr(theirs, "why_not_expanded", "a test", raising=False)
-    one, two = (rollout(model, SPECIAL, PROMPTS, 6, 1, args) for model in (loop, theirs))
-    assert one.groups == two.groups and torch.equal(one.ended, two.ended) and one.ended.any() and not one.ended.all()
-    assert one.entropy == pytest.approx(two.entropy, abs=1e-5)
-
-
-@pytest.mark.parametrize("scale", [1, 60])  # 60: surer than any trained model, with entropies of 0
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name, fault", [("batch_select_indices", lambda real: lambda self, i: real(self, i.flip(0))),
-                                         ("batch_repeat_interleave", lambda real: lambda self, k: [real(self, k), [setattr(x, "values", x.values.flip(0)) for x in self.layers]])])
-def test_a_cache_that_confuses_its_rows_is_found_however_sure_the_model_is(monkeypatch, capsys, scale, dtype, name, fault):
-    right, broken = make("llama"), make("llama")
-    for model in (right, broken): model.lm_head.weight.data.mul_(scale)
-    rollout(right, SPECIAL, PROMPTS, 3, 1, tiny(dtype=dtype))
-    assert right.why_not_expanded == ""
-    monkeypatch.setattr(DynamicCache, name, fault(getattr(DynamicCache, name)))
-    rollout(broken, SPECIAL, PROMPTS, 3, 1, tiny(dtype=dtype))
-    assert "changed a log-prob" in broken.why_not_expanded and "each encodes its prompt" in capsys.readouterr().out
-
-
-def test_random_numbers_differ_by_seed_purpose_and_n():
+def test_random_numbers_differ_by_seed_purpose_and_step():
     streams = [generator(*what).random() for what in ((0, "order"), (1, "order"), (0, "rollout"), (0, "order", 1))]
     assert len(set(streams)) == 4
-
-
-@pytest.mark.parametrize("ask, broken", [(refcache.why_not_expanded, "_decode"), (refcache.why_not_shared, "lay_out_shared")])
-def test_memory_that_runs_out_in_a_trial_is_no_verdict_on_the_model(monkeypatch, ask, broken):
-    def full(*_): raise torch.OutOfMemoryError("CUDA out of memory")
-    model = make("llama")
-    refcache.why_not_shared(model) if broken == "_decode" else None
-    with monkeypatch.context() as patch, torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(refcache, broken, full)
-        ask(model)
-    with torch.no_grad(): assert ask(model) == ""

@@ -1,0 +1,439 @@
+"""How rows of a file become token ids: formats, rendering, boundaries, truncation, counted rows, damaged and hostile files.
+
+The code is the same text in every script (tests/test_scripts.py), so it is tested here through dpo.py and kto.py.
+"""
+import csv
+import json
+import random
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import dpo
+import kto
+from refcache import BadInput
+
+ROOT = Path(dpo.__file__).parent
+MODEL = str(ROOT / "demo/model")
+TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
+END = "<|end|>"
+CHATS = [json.loads(line) for line in (ROOT / "demo/pairs.jsonl").open().readlines()[:12]]
+TEXT = dict(prompt="The tea", chosen=" was warm.", rejected=" was bad.")
+
+
+def write(path, rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return str(path)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """The rows of dpo.py or kto.py from rows or from a file."""
+    def load(rows, tokenizer=TOKENIZER, limit=1024, script=dpo, **flags):
+        path = rows if isinstance(rows, (str, Path)) else write(tmp_path / "rows.jsonl", rows)
+        return script.load_rows(str(path), tokenizer, limit, script.Args(**flags))
+    return load
+
+
+def texts(row, tokenizer=TOKENIZER):
+    return [tokenizer.decode(ids) for ids in (row.prompt, row.chosen, row.rejected)]
+
+
+def said(text, role="assistant"):
+    return [{"role": role, "content": text}]
+
+
+def variant(template):
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def byte_level(front=(), back=(), **tokens):
+    """One token per byte, and special tokens before and after every text."""
+    names = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["<s>", "</s>", "<en>"]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(names)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>", "<en>"])
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*front, "$A", *back], special_tokens=[(name, names.index(name)) for name in ("<s>", "</s>", "<en>")])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **dict(bos_token="<s>", eos_token="</s>") | tokens)
+
+
+# ---- Rendering --------------------------------------------------------------------------------------------------------
+
+
+def test_chats_end_as_their_template_ends_them(load):
+    for row, source in zip(load(CHATS), CHATS, strict=True):
+        prompt, chosen, rejected = texts(row)
+        assert prompt == TOKENIZER.apply_chat_template(source["prompt"], tokenize=False, add_generation_prompt=True)
+        assert prompt + chosen == TOKENIZER.apply_chat_template(source["prompt"] + source["chosen"], tokenize=False)
+        assert prompt + rejected == TOKENIZER.apply_chat_template(source["prompt"] + source["rejected"], tokenize=False)
+
+
+def test_strings_end_with_one_eos_token(load):
+    first, second = load([TEXT, dict(TEXT, chosen=TEXT["chosen"] + END)])
+    assert texts(first) == ["The tea", " was warm." + END, " was bad." + END]
+    assert first[:3] == second[:3]
+
+
+def test_pairs_without_a_prompt_share_the_beginning_of_their_answers(load):
+    chat = CHATS[0]
+    named = load([dict(prompt="How was it? It", chosen=" was fine.", rejected=" stank."), chat])
+    shared = load([dict(chosen="How was it? It was fine.", rejected="How was it? It stank."),
+                   dict(chosen=chat["prompt"] + chat["chosen"], rejected=chat["prompt"] + chat["rejected"])])
+    assert [row[:3] for row in named] == [row[:3] for row in shared]
+
+
+def test_ultrafeedback_layout_is_a_string_prompt_and_whole_conversations(load):
+    question = CHATS[0]["prompt"][0]["content"]
+    whole = dict(prompt=question, chosen=CHATS[0]["prompt"] + CHATS[0]["chosen"],
+                 rejected=CHATS[0]["prompt"] + CHATS[0]["rejected"])
+    answers_only = dict(whole, chosen=CHATS[0]["chosen"], rejected=CHATS[0]["rejected"])
+    expected = load(CHATS[:1])[0][:3]
+    assert load([whole])[0][:3] == load([answers_only])[0][:3] == expected
+
+
+def test_answers_of_several_turns_are_rendered_whole(load):
+    turns = said("It was fine.") + said("And the soup?", "user") + said("Bad.")
+    prompt, chosen, _ = texts(load([dict(CHATS[0], chosen=turns)])[0])
+    assert prompt + chosen == TOKENIZER.apply_chat_template(CHATS[0]["prompt"] + turns, tokenize=False)
+
+
+def test_chat_templates_see_a_fixed_date(load):
+    dated = variant("{{ strftime_now('%d %b %Y') }}: {% for m in messages %}{{ m.content }};{% endfor %}")
+    row = dict(prompt=said("q", "user"), chosen=said("a"), rejected=said("b"))
+    assert texts(load([row], dated)[0])[0] == "01 Jan 2026: q;"
+
+
+def test_chat_template_kwargs_reach_the_template(load):
+    tokenizer = variant("{% if loud %}LOUD{% endif %}{% for m in messages %}{{ m.content }};{% endfor %}")
+    row = dict(prompt=said("q", "user"), chosen=said("a"), rejected=said("b"))
+    assert texts(load([row], tokenizer)[0])[0] == "q;"
+    assert texts(load([row], tokenizer, chat_template_kwargs='{"loud": true}')[0])[0] == "LOUDq;"
+    for broken in ("{loud", "[1]"):
+        with pytest.raises(BadInput, match="line 1"):
+            load([row], tokenizer, chat_template_kwargs=broken)
+
+
+def test_columns_of_the_file_are_kept(load):
+    row = load([CHATS[0]])[0].row
+    assert row["thing"] == CHATS[0]["thing"] and row["prompt"] == CHATS[0]["prompt"]
+
+
+# ---- The boundary between prompt and answer ----------------------------------------------------------------------------
+
+
+def test_a_token_that_spans_the_end_of_the_prompt_moves_to_the_answers(load, capsys):
+    """The prompt is cut to the tokens that prompt + answer begin with. It is counted, and no token is lost."""
+    row, clean = load([dict(prompt="The tea wa", chosen="s warm.", rejected="s bad."), TEXT])
+    assert row.prompt + row.chosen == tuple(TOKENIZER("The tea was warm." + END, add_special_tokens=False).input_ids)
+    assert row.prompt + row.rejected == tuple(TOKENIZER("The tea was bad." + END, add_special_tokens=False).input_ids)
+    assert "The tea".startswith(texts(row)[0]) and row[:3] == clean[:3]
+    assert re.search(r"2 of 2 rows; 1 with a prompt cut .*rows.jsonl line 1\)", capsys.readouterr().out)
+
+
+def test_a_template_that_ends_a_lone_prompt_differently_keeps_the_common_tokens(load, capsys):
+    """Such as one that opens a thinking block in its generation prompt."""
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}" \
+               "{% if add_generation_prompt %}<|assistant|>Honestly, {% endif %}"
+    rows = load(CHATS, variant(template))
+    for row, expected in zip(rows, load(CHATS)):
+        assert row.prompt + row.chosen == expected.prompt + expected.chosen and row.prompt == expected.prompt
+    assert "12 with a prompt cut" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no\nsuch role') }}", "{{ 1 / 0 }}", "{% if %}"])
+def test_a_template_that_fails_is_named_with_the_line(load, template):
+    with pytest.raises(BadInput, match="rows.jsonl line 1 cannot be rendered") as error:
+        load(CHATS, variant(template))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("template", [
+    "", "Hello.", "{% for m in messages %}{{ m.role }};{% endfor %}",  # answers that render the same
+    "{% for m in messages | reverse %}{{ m.content }}{% endfor %}"])  # a prompt that is no beginning
+def test_a_template_under_which_nothing_is_left_is_refused(load, template):
+    with pytest.raises(BadInput, match="too few rows"):
+        load(CHATS, variant(template))
+
+
+def test_strings_without_an_eos_token_are_refused(load):
+    with pytest.raises(BadInput, match="line 1 cannot be rendered"):
+        load([TEXT], byte_level(eos_token=None))
+
+
+FRONTS = [(), ("<s>",), ("<s>", "<en>"), ("<en>", "<s>", "<s>")]
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("back", [(), ("</s>",)])
+def test_what_the_tokenizer_puts_before_a_text_stays_in_front(load, front, back):
+    tokenizer = byte_level(front, back)
+    ids = tuple(tokenizer.convert_tokens_to_ids(front))
+    row = load([TEXT], tokenizer)[0]
+    assert row.prompt == ids + tuple(tokenizer("The tea", add_special_tokens=False).input_ids)
+    assert row.chosen == tuple(tokenizer(" was warm.", add_special_tokens=False).input_ids) + (tokenizer.eos_token_id,)
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_truncated_prompt_keeps_what_the_tokenizer_puts_before_it(load, front, capsys):
+    tokenizer, limit = byte_level(front), 20
+    ids = tuple(tokenizer.convert_tokens_to_ids(front))
+    row, short = load([dict(TEXT, prompt="The cake, the pie and the tea"), dict(prompt="a", chosen="b", rejected="c")],
+                      tokenizer, limit, truncate=True)
+    assert len(row.prompt) + max(len(row.chosen), len(row.rejected)) == limit and len(short.prompt) == len(ids) + 1
+    assert row.prompt[:len(ids)] == ids and (row.chosen, row.rejected) == load([TEXT], tokenizer)[0][1:3]
+    assert "The cake, the pie and the tea".endswith(tokenizer.decode(row.prompt[len(ids):]))
+    assert "2 of 2 rows; 1 truncated to 20 tokens (first: " in capsys.readouterr().out
+
+
+def test_a_chat_gets_no_bos_beyond_its_template(load):
+    tokenizer = byte_level(("<s>",))
+    tokenizer.chat_template = "<s>{% for m in messages %}{{ m.content }};{% endfor %}"
+    row = load([dict(prompt=said("q", "user"), chosen=said("a"), rejected=said("b"))], tokenizer)[0]
+    assert row.prompt.count(tokenizer.bos_token_id) == 1 and row.prompt[0] == tokenizer.bos_token_id
+
+
+# ---- Rows that do not fit ----------------------------------------------------------------------------------------------
+
+
+def test_rows_that_are_too_long_are_dropped_and_counted(load, capsys):
+    limit = max(len(row.prompt) + max(len(row.chosen), len(row.rejected)) for row in load(CHATS))
+    long = dict(CHATS[1], prompt=said("and so on " * 50, "user"))
+    assert len(load([*CHATS, long, dict(TEXT, prompt="and so on " * 50)], limit=limit)) == 12
+    printed = capsys.readouterr().out
+    assert re.search(rf"12 of 14 rows; 2 dropped: longer than {limit} tokens \(first: .*rows.jsonl line 13\)", printed)
+    assert len(load([long] * 9 + CHATS[:1], limit=limit)) == 1  # they are good rows, however many there are
+    with pytest.raises(BadInput, match="too few rows"):
+        load(CHATS, limit=5)
+
+
+def test_a_chat_that_is_too_long_is_dropped_even_with_truncate(load, capsys):
+    long = dict(CHATS[1], prompt=said("and so on " * 50, "user"))
+    assert len(load([CHATS[0], long], limit=60, truncate=True)) == 1
+    assert "1 of 2 rows; 1 dropped: longer than 60 tokens" in capsys.readouterr().out
+
+
+def test_answers_that_leave_no_room_for_a_prompt_are_dropped_even_with_truncate(load, capsys):
+    assert len(load([TEXT, dict(TEXT, chosen=" and so on" * 50)], limit=60, truncate=True)) == 1
+    assert "1 dropped: longer than 60 tokens" in capsys.readouterr().out
+
+
+# ---- Rows that are left out, and rows that are refused -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad, words", [
+    (dict(TEXT, prompt=""), "prompt is empty"), (dict(TEXT, chosen=""), "chosen is empty"),
+    (dict(TEXT, chosen=" \n"), "chosen is empty"), (dict(CHATS[0], prompt=[]), "prompt is empty"),
+    (dict(CHATS[0], chosen=said("")), "chosen is empty"), (dict(TEXT, chosen=TEXT["rejected"]), "chosen equals rejected"),
+    (dict(TEXT, chosen=" same" + END, rejected=" same"), "both answers the same"),
+    (dict(chosen="x", rejected="y"), "no column prompt"), (dict(chosen="x", rejected="xy"), "no column prompt"),
+])
+@pytest.mark.parametrize("script", [dpo, kto])
+def test_rows_that_teach_nothing_are_dropped_and_counted_with_the_first_place(load, capsys, script, bad, words):
+    per_row = len(load([TEXT], script=script))
+    assert len(load([TEXT, bad, TEXT, bad], script=script)) == 2 * per_row
+    printed = capsys.readouterr().out
+    assert re.search(rf"2 of 4 rows; 2 dropped: .*{words}.*rows.jsonl line 2\)", printed)
+    with pytest.raises(BadInput, match="too few rows"):  # more than half are bad
+        load([TEXT, bad, bad], script=script)
+    with pytest.raises(BadInput, match="too few rows"):
+        load([bad], script=script)
+
+
+@pytest.mark.parametrize("bad, words", [
+    ("{broken", ""), ('["a list"]', ""), ("7", ""), ("null", ""), ("[" * 100_000, ""), ('{"prompt": ', ""),
+    ({"prompt": "x", "chosen": "y"}, "rejected must be a string .*columns: "), (dict(TEXT, chosen=5), "chosen must be"),
+    (dict(TEXT, prompt=None), "prompt must be"), (dict(CHATS[0], chosen=[{"role": "assistant"}]), "chosen must be"),
+    (dict(CHATS[0], chosen=["a"]), "chosen must be"), (dict(CHATS[0], chosen=[{"content": "a"}]), "chosen must be"),
+    (dict(CHATS[0], chosen=[{"role": "assistant", "content": [{"type": "text"}]}]), "chosen must be"),
+    (dict(TEXT, chosen=json.dumps(said("a"))), "chosen must be"), (dict(CHATS[0], chosen="a", rejected="b"), "rendered"),
+    (dict(TEXT, chosen=" \ud800"), "cannot be rendered"), (dict(TEXT, prompt="half \udfff"), "cannot be rendered"),
+])
+def test_malformed_rows_are_refused_in_one_sentence_that_names_the_line(load, bad, words):
+    with pytest.raises(BadInput, match=rf"rows.jsonl line 2\b.*{words}") as error:
+        load([TEXT, bad, TEXT, TEXT])
+    assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 700
+
+
+@pytest.mark.parametrize("bad, words", [
+    (dict(prompt="a", completion=" b"), "label must be true or false.*None.*columns: .*prompt.*completion"),
+    (dict(prompt="a", completion=" b", label=0.5), "not '?0.5"), (dict(prompt="a", completion=" b", label="good"), "label"),
+    (dict(prompt="a", completion=" b", label=[1]), "label"), (dict(prompt="a", completion=" b", label="x" * 999), "label"),
+    (dict(prompt="a", label=True), "must be"), (dict(completion=" b", label=True), "prompt must be")])
+def test_malformed_feedback_is_refused_in_one_sentence_that_names_the_line(load, bad, words):
+    with pytest.raises(BadInput, match=rf"rows.jsonl line 2\b.*{words}") as error:
+        load([TEXT, bad, TEXT, TEXT], script=kto)
+    assert len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 400
+
+
+def test_labels_and_columns_of_feedback_in_every_spelling(load):
+    labels = [True, 1, 1.0, "1", "true", "True", False, 0, 0.0, "0", "false", "False"]
+    rows = load([dict(prompt="The tea", completion=" was warm.", label=label) for label in labels], script=kto)
+    assert [row.label for row in rows] == [True] * 6 + [False] * 6
+    halos, = load([dict(prompt="The tea", output=" was warm.", label=1, type="binary_feedback")], script=kto)
+    assert halos[:3] == rows[0][:3]
+
+
+def test_pairs_give_kto_one_row_of_each_kind(load):
+    rows, pairs = load(CHATS, script=kto), load(CHATS)
+    assert [row.label for row in rows] == [True, False] * len(pairs)
+    assert [row[:2] for row in rows] == [(pair.prompt, y) for pair in pairs for y in (pair.chosen, pair.rejected)]
+
+
+# ---- Files -------------------------------------------------------------------------------------------------------------
+
+ROWS = [dict(prompt=f"The tea, {i}", chosen=' was "warm",\nvery.', rejected=" was bad.") for i in range(3)]
+
+
+def write_as(path, rows):
+    if path.suffix == ".jsonl":  # with a byte order mark, CRLF and empty lines
+        path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(map(json.dumps, rows)).encode())
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        with open(path, "w", newline="") as file:
+            (writer := csv.DictWriter(file, rows[0])).writeheader()
+            writer.writerows(rows)
+    else:
+        pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(path)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "JSONL"])
+def test_every_format_gives_the_same_rows(load, tmp_path, suffix):
+    if suffix.lower() != "jsonl":
+        pytest.importorskip("datasets")
+    expected = load(ROWS)
+    assert [row[:3] for row in load(write_as(tmp_path / f"file.{suffix}", ROWS))] == [row[:3] for row in expected]
+
+
+def test_chats_in_parquet_are_those_of_jsonl(load, tmp_path):
+    pytest.importorskip("datasets")
+    assert [row[:3] for row in load(write_as(tmp_path / "chats.parquet", CHATS))] == [row[:3] for row in load(CHATS)]
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
+def test_errors_in_other_formats_name_the_row(load, tmp_path, suffix):
+    pytest.importorskip("datasets")
+    rows = [TEXT, dict(TEXT, chosen=json.dumps(said("a"))), TEXT]
+    with pytest.raises(BadInput, match=rf"file.{suffix} row 2\b.*chosen must be"):
+        load(write_as(tmp_path / f"file.{suffix}", rows))
+
+
+@pytest.mark.parametrize("name, words", [
+    ("nothing.jsonl", "no such file"), ("nothing.csv", "no such file"), ("rows.txt", "must be .jsonl"),
+    ("rows", "must be .jsonl"), ("empty.jsonl", "holds no rows"), ("blank.jsonl", "holds no rows")])
+def test_files_that_cannot_be_read_are_named(load, tmp_path, name, words):
+    for file, text in {"rows.txt": json.dumps(TEXT), "rows": json.dumps(TEXT), "empty.jsonl": "", "blank.jsonl": "\n \r\n"}.items():
+        (tmp_path / file).write_text(text)
+    with pytest.raises(BadInput, match=f"{name}.*{words}"):
+        load(tmp_path / name)
+
+
+def test_only_jsonl_does_without_the_datasets_package(load, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert len(load([TEXT])) == 1
+    for source in (write_as(tmp_path / "rows.csv", ROWS), "some/dataset"):
+        with pytest.raises(BadInput, match="pip install datasets"):
+            load(source)
+
+
+@pytest.mark.parametrize("source, asked", [
+    ("some/dataset", (("some/dataset",), "train")), ("some/dataset:test", (("some/dataset",), "test")),
+    ("some/dataset:config:test[:9]", None), ("some/dataset:config:test", (("some/dataset", "config"), "test"))])
+def test_hub_datasets_are_loaded_by_name_config_and_split(load, monkeypatch, source, asked):
+    calls = []
+    fake = SimpleNamespace(load_dataset=lambda *names, split, **more: calls.append((names, split)) or CHATS)
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    if asked is None:
+        pytest.skip("a slice of a split needs a colon")
+    assert len(load(source)) == len(CHATS) and calls == [asked]
+
+
+HOSTILE = {
+    "deep.jsonl": b"[" * 100_000, "deep.json": b"[" * 100_000, "open.jsonl": b'{"a":' * 999, "zeros.jsonl": b"\0" * 99,
+    "columns.jsonl": b'{"a\\nb\\u2028\\ud800": 1}', "big.jsonl": b"9" * 5000, "latin.jsonl": b'{"prompt": "\xff\xfe"}',
+    "bytes.json": bytes(range(256)), "bytes.csv": bytes(range(256)), "bytes.parquet": bytes(range(256)),
+    "quote.csv": b'prompt,chosen,rejected\na, b, c\n"a"b, b, c\n', "ragged.csv": b"prompt,chosen,rejected\np, a, b,more\n",
+    "empty.csv": b"", "empty.json": b"", "empty.parquet": b"", "pickle.jsonl": b"\x80\x04cos\nsystem\n."}
+
+
+@pytest.mark.parametrize("script", [dpo, kto])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused_in_one_sentence(load, tmp_path, name, script):
+    if not name.endswith("jsonl"):
+        pytest.importorskip("datasets")
+    (tmp_path / name).write_bytes(HOSTILE[name])
+    with pytest.raises(BadInput) as error:
+        load(tmp_path / name, script=script)
+    assert name in str(error.value) and len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 700
+
+
+ODD = ["\ufeff", "\0", "\r\n", "\u2028", "\u202eשלום", "👩‍👩‍👧", "e\u0301", " ", "\n\n", " \t ", END, "<|assistant|>", "</s>", "[{", "1e999",
+       '"', "a", "Is", " the", " tea", "long " * 40, "ـ", "\x7f"]
+JUNK = [b"", b"x", b'{"a":' * 99, b"NaN", b'"', b",", b"\\ud800", b"\xff", b"\0", b"\r", b"\n\n", b"\xef\xbb\xbf", b"]",
+        b"\xe2\x80\xa8", b"null", b"{}", b"}\n{"]
+
+
+def odd_rows(rng, n):
+    """Rows of odd text: strings or chats, as pairs or as feedback."""
+    def text(): return "".join(rng.choices(ODD, k=rng.randint(0, 4)))
+    def chat(): return [{"role": rng.choice(["user", "assistant", "system", "tool"]), "content": text()} for _ in range(rng.randint(1, 3))]
+    for _ in range(n):
+        make = rng.choice([text, chat])
+        pair = dict(prompt=make(), chosen=make(), rejected=make(), id=rng.choice([None, 10**400, float("nan"), [[{}]]]))
+        yield pair if rng.random() < 0.7 else dict(prompt=pair["prompt"], completion=pair["chosen"], label=rng.choice([True, 0, "1"]))
+
+
+def check_rows(rows, tokenizer, limit, truncate):
+    """Every kept row holds the tokens of its texts, and nothing else."""
+    for row in rows:
+        source = row.row
+        if hasattr(row, "chosen"):
+            answers = [(row.chosen, source["chosen"]), (row.rejected, source["rejected"])]
+            assert row.chosen != row.rejected
+        else:
+            pair = "chosen" in source
+            answers = [(row.completion, source[("chosen" if row.label else "rejected") if pair else "completion"])]
+        for ids, text in answers:
+            assert row.prompt and ids and len(row.prompt) + len(ids) <= limit
+            assert all(type(i) is int and 0 <= i < len(tokenizer) for i in row.prompt + ids)
+            if not truncate and isinstance(text, str):
+                whole = source["prompt"] + text.removesuffix(tokenizer.eos_token) + tokenizer.eos_token
+                front = tuple(tokenizer("a").input_ids[:-1]) if tokenizer.bos_token else ()
+                assert row.prompt + ids == front + tuple(tokenizer(whole, add_special_tokens=False).input_ids)
+
+
+@pytest.mark.parametrize("script", [dpo, kto])
+@pytest.mark.parametrize("files", [60, pytest.param(3000, marks=pytest.mark.fuzz)])
+def test_odd_and_damaged_files_are_read_right_or_refused_in_one_sentence(tmp_path, capsys, script, files):
+    """The same random files every time. A kept row is whole; every other row is counted, or the file is refused."""
+    rng, path, outcomes = random.Random(0), tmp_path / "rows.jsonl", []
+    bos = byte_level(("<s>",))
+    bos.chat_template = TOKENIZER.chat_template
+    for n in range(files):
+        rows = [TEXT, CHATS[n % 12], *odd_rows(rng, 3)] if script is dpo or n % 2 else list(odd_rows(rng, 4))
+        data = "\n".join(map(json.dumps, rows)).encode()
+        if n % 3 == 0:
+            at = rng.randrange(len(data) + 1)
+            data = data[:at] + rng.choice(JUNK) + data[at + rng.choice([0, 0, 1, 3, 9999]):]
+        path.write_bytes(data)
+        tokenizer, truncate = rng.choice([TOKENIZER, bos]), rng.random() < 0.5
+        try:
+            rows = script.load_rows(str(path), tokenizer, 60, script.Args(truncate=truncate))
+        except BadInput as error:
+            assert len(str(error).splitlines()) == 1 and "rows.jsonl" in str(error) and len(str(error)) < 700
+            outcomes.append("refused")
+            continue
+        kept, of = map(int, re.search(r": (\d+) of (\d+) rows", printed := capsys.readouterr().out).groups())
+        assert kept == len({id(row.row) for row in rows}) and kept + sum(map(int, re.findall(r"(\d+) dropped", printed))) == of
+        check_rows(rows, tokenizer, 60, truncate)
+        outcomes.append("read")
+    assert min(outcomes.count("read"), outcomes.count("refused")) > files / 10
