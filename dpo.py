@@ -19,8 +19,8 @@ Shapes    B pairs in an optimizer batch; what the losses see is (B,). w is y_w, 
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens (simpo: averaged) |
           rewards/margins: their difference | rewards/accuracies: share of pairs where it is positive, ties count 1/2 |
           logps/chosen, logps/rejected: log π(y|x) | humanline/unclamped: share of tokens whose log-ratio is within its
-          bounds | grad_norm before clipping | lr | num_tokens so far, a prompt counted once. eval_*: held out, eval_score:
-          mean of --score.
+          bounds | grad_norm before clipping | lr | num_tokens so far, a prompt counted once. eval_*: on held-out pairs;
+          eval_score: mean of --score.
 """
 import hashlib
 import importlib
@@ -145,7 +145,12 @@ def preference_loss(loss: str, batch: Batch, args: Args) -> torch.Tensor:
     """The loss of every pair, (B,), float32."""
     logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, score_w, score_l, _ = batch
     beta, eps, log_sigma, sigma = args.beta, args.label_smoothing, F.logsigmoid, torch.sigmoid
-    margin = beta * (f_prime(ratio_w, args) - f_prime(ratio_l, args))  # of the implicit rewards
+    f_prime = {  # f-DPO, arXiv:2309.16240, table 1: f'(u) at u = π/π_ref, up to a constant
+        "reverse_kl": lambda ratio: ratio, "forward_kl": lambda ratio: -torch.exp(-ratio),
+        "js": lambda ratio: ratio - F.softplus(ratio),
+        "alpha": lambda ratio: -torch.exp(-args.alpha * ratio) / args.alpha,
+    }[args.divergence]
+    margin = beta * (f_prime(ratio_w) - f_prime(ratio_l))  # of the implicit rewards
     delta = args.rpo_eta * (score_w - score_l)  # of the data's rewards
 
     def cdpo(x): return -(1 - eps) * log_sigma(x) - eps * log_sigma(-x)
@@ -181,15 +186,6 @@ def preference_loss(loss: str, batch: Batch, args: Args) -> torch.Tensor:
 
 
 WHOLE_BATCH = {"aot", "aot_unpaired"}  # losses that see more than one pair at a time
-
-
-def f_prime(ratio: torch.Tensor, args: Args) -> torch.Tensor:
-    """f'(u) of an f-divergence at u = π/π_ref, up to a constant: f-DPO, arXiv:2309.16240, table 1."""
-    match args.divergence:
-        case "reverse_kl": return ratio
-        case "forward_kl": return -torch.exp(-ratio)
-        case "js": return ratio - F.softplus(ratio)
-        case "alpha": return -torch.exp(-args.alpha * ratio) / args.alpha
 
 
 def objective(batch: Batch, args: Args) -> torch.Tensor:  # (B,)
@@ -232,8 +228,8 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     kind, is_file, rows = Path(source).suffix[1:].lower(), Path(source).is_file(), []
     known = kind in ("jsonl", "json", "csv", "parquet")
     if known != is_file:
-        raise BadInput(f"cannot read {source}: " + ("there is no such file" if known else "its name must end with .jsonl, "
-                                                    ".json, .csv or .parquet"))
+        reason = "there is no such file" if known else "its name must end with .jsonl, .json, .csv or .parquet"
+        raise BadInput(f"cannot read {source}: {reason}")
     if kind == "jsonl":  # by hand, so that an error can name the line
         with refusing(f"cannot read {source}"):
             lines = Path(source).read_bytes().decode("utf-8-sig").split("\n")

@@ -181,8 +181,8 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     kind, is_file, rows = Path(source).suffix[1:].lower(), Path(source).is_file(), []
     known = kind in ("jsonl", "json", "csv", "parquet")
     if known != is_file:
-        raise BadInput(f"cannot read {source}: " + ("there is no such file" if known else "its name must end with .jsonl, "
-                                                    ".json, .csv or .parquet"))
+        reason = "there is no such file" if known else "its name must end with .jsonl, .json, .csv or .parquet"
+        raise BadInput(f"cannot read {source}: {reason}")
     if kind == "jsonl":  # by hand, so that an error can name the line
         with refusing(f"cannot read {source}"):
             lines = Path(source).read_bytes().decode("utf-8-sig").split("\n")

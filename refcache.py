@@ -2,12 +2,11 @@
 
     completion_logprobs(model, groups)   log π(token | everything before it), for each token of each completion
     ReferenceCache                       the same numbers of a frozen model: computed once, saved, shared by later runs
-    Swap                                 a reference whose weights wait in CPU memory: for new completions, or one that moves
+    Swap                                 a reference whose weights wait on the CPU: for new completions, or to move
 
-A group is `(prompt_ids, [completion_ids, ...])`, tuples of token ids; a completion includes its EOS. Policy and reference go
-through the same function, so they agree before the first update: margin 0, loss ln 2, KL 0.
-
-Shapes: T tokens in a forward, T_k keys of all spans, N completion tokens, D head size, H hidden size, V vocabulary size.
+A group is `(prompt_ids, [completion_ids, ...])`, tuples of token ids; a completion includes its EOS. Policy and
+reference go through one function, so they agree before the first update: margin 0, loss ln 2, KL 0.
+Shapes: T tokens in a forward, T_k keys of all spans, N completion tokens, D head size, H hidden size, V vocabulary.
 """
 import gc
 import hashlib
@@ -51,8 +50,7 @@ class CannotShare(ValueError):
     """The completions of this model cannot share a prompt: its attention is not plain causal attention over one row."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Shared prompts: one flat row [p1 | y11 | y12 | p2 | y21 ..] per forward. A prompt is encoded once; nothing is padded.
+# ---- Shared prompts: one flat row [p1 | y11 | y12 | p2 | y21 ..] per forward, without padding -----------------------
 
 SHARED = "sdpa_shared_prompt"  # "sdpa" in the name: transformers refuses it to models that sdpa cannot serve
 
@@ -60,11 +58,12 @@ SHARED = "sdpa_shared_prompt"  # "sdpa" in the name: transformers refuses it to 
 def shared_prompt_attention(module, query, key, value, attention_mask, spans=None, sliding_window=None, **kwargs):
     """Attention over a flat row: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D).
 
-    A span is one completion, the first of a group together with its prompt. Its queries lie side by side in the row; its
-    keys are [its prompt ; its own tokens]. `spans` says where they are: see lay_out_shared.
+    A span is one completion, the first of a group together with its prompt. Its queries lie side by side in the row;
+    its keys are [its prompt ; its own tokens]. `spans` says where they are: see lay_out_shared.
     """
     if spans is None:  # an ordinary batch, as in generate()
-        return sdpa_attention_forward(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
+        kwargs["sliding_window"] = sliding_window
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None and not sliding_window:
         raise CannotShare(f"{type(module).__name__} masks more than the future")
     if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
@@ -96,8 +95,9 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
 
 def one_kernel_serves(query, value) -> bool:
     """On CUDA one flash attention kernel does all spans of a layer, where a loop would be bound by kernel launches."""
-    return (query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] == value.shape[-1] <= 256
-            and query.shape[-1] % 8 == 0 and torch.cuda.get_device_capability(query.device) >= (8, 0))
+    size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
+            and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
 
 
 AttentionInterface.register(SHARED, shared_prompt_attention)
@@ -128,7 +128,8 @@ def lay_out_shared(groups: list[Group], device, blind=False) -> tuple[dict, torc
     ids, positions, sources, targets = (torch.tensor(x, device=device) for x in (ids, positions, sources, targets))
     # without a mask of ones transformers takes the restarting positions for packed sequences and masks the prompts
     mask = torch.ones_like(ids)[None]
-    return dict(input_ids=ids[None], position_ids=positions[None], attention_mask=mask, spans=spans), sources, targets
+    inputs = dict(input_ids=ids[None], position_ids=positions[None], attention_mask=mask, spans=spans)
+    return inputs, sources, targets
 
 
 def lay_out_padded(groups: list[Group], device) -> tuple[dict, torch.Tensor, torch.Tensor]:
@@ -143,8 +144,7 @@ def lay_out_padded(groups: list[Group], device) -> tuple[dict, torch.Tensor, tor
     return dict(input_ids=ids.to(device), attention_mask=mask.to(device)), sources, targets
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What a model can do: found out once, when it is loaded
+# ---- What a model can do: found out once, when it is loaded ---------------------------------------------------------
 
 HEADS: WeakKeyDictionary = WeakKeyDictionary()  # model -> (factor, softcap) between its output head and its logits
 
@@ -164,20 +164,22 @@ def share_prompts(model, dtype: str = "float32") -> bool:
     with torch.no_grad(), eval_mode(core):
         HEADS[core] = find_head(core)
         try:
-            if core._is_stateful or not {"full_attention", "sliding_attention"}.issuperset(getattr(config, "layer_types", None) or ()):
+            layers = set(getattr(config, "layer_types", None) or ())
+            if core._is_stateful or not layers <= {"full_attention", "sliding_attention"}:
                 raise CannotShare("recurrent, convolutional or chunked layers read the row as it lies")
             core.set_attn_implementation(SHARED)  # for good: gradient checkpointing runs it again in the backward pass
             for precision in {"float32", dtype}:  # the CUDA kernel serves half precision only
+                shared = probe(core, lay_out_shared, HEADS[core], precision)
+                blind = probe(core, partial(lay_out_shared, blind=True), HEADS[core], precision)
                 exact = core.dtype == torch.float32 and precision == "float32"
-                shared, blind = (probe(core, partial(lay_out_shared, blind=x), HEADS[core], precision) for x in (False, True))
                 if not (shared < (1e-4 if exact else 0.25) and shared < blind / (20 if exact else 3)):
-                    raise CannotShare(f"a shared prompt changed a log-prob by {shared:.2g} nats (without spans: {blind:.2g})")
+                    raise CannotShare(f"a shared prompt changes log-probs by {shared:.2g} nats (blind: {blind:.2g})")
         except (CannotShare, TypeError, ValueError, RuntimeError) as error:  # no such keyword, no sdpa, another mask
             if out_of_memory(error):
                 raise
             core.set_attn_implementation(before)
             reason = one_line(error)
-    print(f"{type(core).__name__}: " + (f"padded rows, because {reason}" if reason else "completions share their prompt"))
+    print(f"{type(core).__name__}: " + (f"padded rows: {reason}" if reason else "completions share their prompt"))
     return not reason
 
 
@@ -193,13 +195,13 @@ def find_head(core) -> tuple[float, float | None]:
     heads = [(factor, cap) for factor in (*factors, *(1 / factor for factor in factors))]  # Granite's divides
     errors = [probe(core, lay_out_padded, head) for head in heads]
     if not min(errors) < (1e-3 if core.dtype == torch.float32 else 0.25):  # `not <` also catches NaN
-        raise BadInput(f"{type(core).__name__}'s decoder and head differ from its own logits by {min(errors):.2g} nats: "
+        raise BadInput(f"{type(core).__name__}'s decoder and head differ from its logits by {min(errors):.2g} nats: "
                        "the checkpoint holds NaN, or this architecture is not supported")
     return heads[errors.index(min(errors))]
 
 
 def probe(core, lay_out: Callable, head: tuple, dtype: str = "float32") -> float:
-    """Largest difference, in nats, between log-probs laid out so and the model's own logits, one forward per sequence."""
+    """Largest difference, in nats, between log-probs laid out so and the model's logits, one forward per sequence."""
     ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 24).long().tolist()
     prompt, completions, errors = tuple(ids[::3]), [tuple(ids[1::3]), tuple(ids[2::3][:5])], []
     with autocast(core, dtype):
@@ -211,11 +213,11 @@ def probe(core, lay_out: Callable, head: tuple, dtype: str = "float32") -> float
     return torch.stack(errors).max().item()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Log-probs
+# ---- Log-probs ------------------------------------------------------------------------------------------------------
 
 
-def completion_logprobs(model, groups: list[Group], tokens_per_forward=16384, dtype="float32", temperature=1.0) -> Ragged:
+def completion_logprobs(model, groups: list[Group], tokens_per_forward=16384, dtype="float32",
+                        temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it), for each token of each completion; differentiable.
 
     Returns, for each group, for each of its completions, a float32 tensor of shape (len(completion),), in nats.
@@ -230,8 +232,8 @@ def completion_logprobs(model, groups: list[Group], tokens_per_forward=16384, dt
             raise BadInput("a prompt or completion without tokens has no log-prob: leave it out")
         length, highest = len(prompt) + max(map(len, completions)), max(map(max, (prompt, *completions)))
         if length > context or highest >= vocabulary:
-            raise BadInput(f"a row of {length} tokens with ids up to {highest} does not fit the model: it has {context} positions "
-                           f"and {vocabulary} embeddings")
+            raise BadInput(f"a row of {length} tokens with ids up to {highest} is outside the model: it has {context} "
+                           f"positions and {vocabulary} embeddings")
     if core not in HEADS:
         share_prompts(model, dtype)
     try:
@@ -273,9 +275,9 @@ def ragged(flat: torch.Tensor, groups: list[Group]) -> Ragged:  # (N,)
     return [[next(parts) for _ in completions] for _, completions in groups]
 
 
-def log_ratios(logps: Ragged, groups: list[Group], known: Mapping | None, clamp: tuple[float, float] | None = None) -> Ragged:
-    """log π − log π_ref of each token. logps: what completion_logprobs gave for these groups; known[prompt, completion]: the
-    reference's, None is 0. clamp: in nats per token, beyond which no gradient passes (humanline, arXiv:2509.24207)."""
+def log_ratios(logps: Ragged, groups: list[Group], known: Mapping | None, clamp: tuple | None = None) -> Ragged:
+    """log π − log π_ref of each token. logps: what completion_logprobs gave for these groups; known[prompt, y]: the
+    reference's, None is 0. clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
     ratios = torch.cat(list(chain.from_iterable(logps)))  # (N,)
     if known is not None:
         reference = np.concatenate([known[prompt, y] for prompt, completions in groups for y in completions])
@@ -284,24 +286,24 @@ def log_ratios(logps: Ragged, groups: list[Group], known: Mapping | None, clamp:
 
 
 def check_agreement(ratios: torch.Tensor, dtype: str):
-    """Before the first update the policy is the reference: log π − log π_ref, per token, is 0 to rounding. Says so. Raises
-    BadInput if it is not: every number of the run would be wrong."""
+    """Before the first update the policy is the reference: log π − log π_ref, per token, is 0 to rounding. Says so.
+    Raises BadInput if it is not: every number of the run would be wrong."""
     print(f"step 0: policy and reference differ by at most {ratios.abs().max():.1e} nats per token")
     if not ratios.abs().mean() < (3e-2 if dtype == "bfloat16" else 1e-4):
-        raise BadInput(f"policy and reference are the same model, but differ by {ratios.abs().mean():.2g} nats per token: the "
-                       "cache does not hold what its header says (delete it), or the forward is not deterministic")
+        raise BadInput(f"step 0: one model as policy and reference, but they differ by {ratios.abs().mean():.2g} nats "
+                       "per token: the cache holds another's (delete it), or the forward is not deterministic")
 
 
 def micro_batches(model, groups: list[Group], tokens_per_forward: int) -> list[list[int]]:
-    """Packs groups into forwards of at most tokens_per_forward tokens: indices, longest first. A longer one goes alone."""
+    """Indices of groups in forwards of at most tokens_per_forward tokens, longest first. A longer group goes alone."""
     if shares_prompts(model):
         return pack([len(p) + sum(map(len, ys)) for p, ys in groups], tokens_per_forward)
     return pack([len(p) + max(map(len, ys)) for p, ys in groups], tokens_per_forward, [len(ys) for _, ys in groups])
 
 
 def pack(lengths: list[int], budget: int, rows: list[int] | None = None) -> list[list[int]]:
-    """Indices of items in batches of at most `budget` tokens, longest first. An item is a stretch of a flat row, or with
-    `rows` that many rows, all of them padded to the longest of their batch."""
+    """Indices of items in batches of at most `budget` tokens, longest first. An item is a stretch of a flat row, or
+    with `rows` that many rows, all of them padded to the longest of their batch."""
     batches, load, longest = [], math.inf, 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if load + (rows[i] * longest if rows else lengths[i]) > budget:
@@ -352,12 +354,11 @@ def one_line(error: BaseException) -> str:
     return name + " ".join(str(error).split())[:200]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The frozen reference: as a dictionary, or as weights that are swapped in
+# ---- The frozen reference: as a dictionary, or as weights that are swapped in ---------------------------------------
 
 
 class ReferenceCache(Mapping):
-    """(prompt_ids, completion_ids) -> float32 array (len(completion),): token log-probs under a frozen reference, in nats.
+    """(prompt_ids, completion_ids) -> float32 array (len(completion),): token log-probs under a frozen reference.
 
     Exact, because the boundary is part of the key. `header` says what the numbers belong to, in strings, such as
     reference=checkpoint_digest(folder), tokenizer=tokenizer_digest(tokenizer), dtype="float32": a file with another one
@@ -378,9 +379,9 @@ class ReferenceCache(Mapping):
         prompt, y = map(bytes_of, key)
         return np.frombuffer(self.table[prompt][y], np.float32)  # KeyError: not scored, call fill first
 
-    def fill(self, load_model: Callable, groups: list[Group], tokens_per_forward=16384, dtype="float32", path=None) -> int:
+    def fill(self, load_model: Callable, groups: list[Group], tokens_per_forward=16384, dtype="float32", path=None):
         """Scores what is missing, with a model that exists only meanwhile. Returns how many completions that were.
-        `load_model()` keeps no reference to the model that it returns; it is not called if nothing is missing."""
+        `load_model()` must keep no reference to the model; it is not called if nothing is missing."""
         missing = sum(len(completions) for _, completions in self.missing(groups, tokens_per_forward))
         if missing:
             model = load_model()
@@ -394,12 +395,12 @@ class ReferenceCache(Mapping):
 
     @torch.no_grad()
     def score(self, model, groups: list[Group], tokens_per_forward=16384, dtype="float32", temperature=1.0, path=None):
-        """Scores what is missing with `model`. Saves to `path` every minute, when done, and when an exception ends it."""
+        """Scores what is missing with `model`. Saves to `path` every minute, when done, and when an exception comes."""
         todo, saved = self.missing(groups, tokens_per_forward), time.monotonic()
         tokens = [len(prompt) + sum(map(len, completions)) for prompt, completions in todo]
         try:
-            with eval_mode(model), tqdm(desc="reference", total=sum(tokens), unit="tok", unit_scale=True, delay=2) as bar:
-                for batch in micro_batches(model, todo, tokens_per_forward):  # longest first: short of memory, it says so now
+            with eval_mode(model), tqdm(desc="reference", total=sum(tokens), unit="tok", unit_scale=True) as bar:
+                for batch in micro_batches(model, todo, tokens_per_forward):  # longest first: out of memory comes early
                     groups = [todo[i] for i in batch]
                     logps = completion_logprobs(model, groups, tokens_per_forward, dtype, temperature)
                     flat = torch.cat(list(chain.from_iterable(logps))).cpu()  # one transfer
@@ -430,7 +431,7 @@ class ReferenceCache(Mapping):
         return [part for part in parts if part[1]]
 
     def save(self, path):
-        """Two pickles, the header and the table: whole or not at all. What another job saved there meanwhile is kept."""
+        """Two pickles, the header and the table: whole or not at all. What another job saved meanwhile is kept."""
         with FileLock(f"{Path(path).resolve()}.lock"):
             if Path(path).exists():
                 self.load(path)
@@ -439,32 +440,33 @@ class ReferenceCache(Mapping):
             write_whole(path, lambda file: file.write(header + table))
 
     def load(self, path):
-        """Adds the entries of a file. Runs nothing in it. Raises BadInput if it is damaged, or made for something else."""
+        """Adds the entries of a file. Runs nothing in it. Raises BadInput if it is damaged, or made for another run."""
         try:
             if not Path(path).is_file():
                 raise BadInput("it is no regular file")
             data = Path(path).read_bytes()
             header, end = load_builtins(data, 0)
             for name, mine in self.header.items():
-                if header.get(name) != mine:
-                    raise BadInput(f"it was made with {name} {str(header.get(name))[:80]!r}, but this run has {name} {mine!r}")
+                if (theirs := str(header.get(name))[:80]) != mine:
+                    raise BadInput(f"it was made with {name} {theirs!r}, but this run has {name} {mine!r}")
             if hashlib.sha256(data[end:]).hexdigest() != header["sha256"]:
                 raise BadInput("its checksum does not match")
             table, _ = load_builtins(data, end)
             if not all(len(y) == len(logps) for scored in table.values() for y, logps in scored.items()):
                 raise BadInput("its lengths do not match")
         except Exception as error:  # whatever a damaged or hostile file provokes
-            raise BadInput(f"{path} is no reference cache of this run ({one_line(error)}): delete it, or name another") from None
+            raise BadInput(f"{path} cannot be used, {one_line(error)}: delete it, or name another") from None
         for prompt, scored in table.items():
             self.table[prompt] = scored | self.table.get(prompt, {})
 
 
-OPCODES = set("PROTO FRAME STOP MARK MEMOIZE EMPTY_DICT SETITEM SETITEMS SHORT_BINBYTES BINBYTES SHORT_BINUNICODE".split())
+OPCODES = {"PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "EMPTY_DICT", "SETITEM", "SETITEMS", "SHORT_BINBYTES",
+           "BINBYTES", "SHORT_BINUNICODE"}
 
 
 def load_builtins(data: bytes, start: int) -> tuple[dict, int]:
-    """The pickle of dicts, strings and bytes at `start`, and where it ends. Anything else is refused before it is read: code,
-    sizes beyond the file's, tuples nested so deep that they never hash."""
+    """The pickle of dicts, strings and bytes at `start`, and where it ends. Anything else is refused before it is read:
+    code, sizes beyond the file's, tuples nested so deep that they never hash."""
     for opcode, _, _ in pickletools.genops(file := io.BytesIO(data[start:])):  # it also checks every size
         if opcode.name not in OPCODES:
             raise BadInput(f"it holds {opcode.name}")
@@ -479,18 +481,18 @@ class Swap:
     """The reference's weights in CPU memory. `with swap as model:` brings them into the one model, in place, and the
     policy's back even when the block raises; the optimizer's state and tied weights never notice.
 
-    Only what can differ moves: the parameters that train and the persistent buffers. So a LoRA run moves its adapter, and
-    its reference is where that began: the model without it, or the SFT adapter that it was. Without `reference` it is the
-    policy as it is now. Raises BadInput if the reference is not built like the policy.
+    Only what can differ moves: the parameters that train and the persistent buffers. So a LoRA run moves its adapter,
+    and its reference is where that began: the model without it, or the SFT adapter that it was. Without `reference` it
+    is the policy as it is now. Raises BadInput if the reference is not built like the policy.
     """
 
     def __init__(self, policy, reference=None):
         ours, theirs = (structure(model) for model in (policy, reference or policy))
         if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
-            raise BadInput(f"the reference is not built like the policy ({differing[0]}): name another --ref_model or --ref")
+            raise BadInput(f"the reference is not built like the policy: {differing[0]} differs")
         frozen = {id(p) for p in policy.parameters() if not p.requires_grad}
-        tensors = {id(tensor): (name, tensor) for name, tensor in policy.state_dict(keep_vars=True).items()}  # tied once
-        self.policy, self.ours = policy, {name: t.detach() for key, (name, t) in tensors.items() if key not in frozen}
+        tensors = {id(t): (name, t.detach()) for name, t in policy.state_dict(keep_vars=True).items()}  # tied ones once
+        self.policy, self.ours = policy, dict(named for key, named in tensors.items() if key not in frozen)
         self.theirs, self.saved = ({name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
                                     for name, t in self.ours.items()} for _ in range(2))
         copy((reference or policy).state_dict(), self.theirs)
@@ -524,15 +526,15 @@ def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
 
 
 def structure(model) -> dict:
-    """What two models must have in common to swap weights: an untied head would stay behind, another rope_theta would make
-    another function of the same weights."""
+    """What two models must have in common to swap weights: an untied head would stay behind, another rope_theta would
+    make another function of the same weights."""
     cosmetic = ("_name_or_path", "architectures", "dtype", "initializer_range", "transformers_version", "use_cache")
     config = {name: value for name, value in base_model(model).config.to_dict().items() if name not in cosmetic}
     config = {name: value for name, value in config.items() if "dropout" not in name and not name.endswith("token_id")}
     return config | {name: tensor.shape for name, tensor in model.state_dict().items()}
 
 
-def reference_logprobs(reference, groups: list[Group], tokens_per_forward=16384, dtype="float32", temperature=1.0) -> Mapping:
+def reference_logprobs(reference, groups: list[Group], tokens_per_forward=16384, dtype="float32", temperature=1.0):
     """log π_ref of these completions: a complete cache as it is; a Swap, or nullcontext(model), is entered once."""
     if reference is None or isinstance(reference, ReferenceCache):
         return reference
@@ -543,7 +545,7 @@ def reference_logprobs(reference, groups: list[Group], tokens_per_forward=16384,
 
 
 def checkpoint_digest(folder: str, base: str = "") -> str:
-    """What the weights in a folder are: SHA-256 of its config and safetensors files; of an adapter, with its base's digest."""
+    """What a folder's weights are: SHA-256 of config and safetensors files; of an adapter with its base's digest."""
     kind = "adapter_" if base else ""
     config = json.loads((Path(folder) / f"{kind}config.json").read_text())
     config = {name: value for name, value in config.items() if name not in ("transformers_version", "_name_or_path")}
@@ -559,7 +561,7 @@ def tokenizer_digest(tokenizer) -> str:
 
 
 def write_whole(path, write: Callable):
-    """A file that is there whole or not at all, even after a power cut. `write` fills another one, which takes its name."""
+    """A file that is there whole or not at all, even after a power cut: `write` fills another, which takes its name."""
     path = Path(path).resolve()  # a link stays, and its target is replaced
     partial_file = path.with_name(f".{path.name}.partial")
     partial_file.unlink(missing_ok=True)  # a kill left it
@@ -571,6 +573,3 @@ def write_whole(path, write: Callable):
         os.replace(partial_file, path)
     finally:
         partial_file.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)

@@ -170,8 +170,8 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     kind, is_file, rows = Path(source).suffix[1:].lower(), Path(source).is_file(), []
     known = kind in ("jsonl", "json", "csv", "parquet")
     if known != is_file:
-        raise BadInput(f"cannot read {source}: " + ("there is no such file" if known else "its name must end with .jsonl, "
-                                                    ".json, .csv or .parquet"))
+        reason = "there is no such file" if known else "its name must end with .jsonl, .json, .csv or .parquet"
+        raise BadInput(f"cannot read {source}: {reason}")
     if kind == "jsonl":  # by hand, so that an error can name the line
         with refusing(f"cannot read {source}"):
             lines = Path(source).read_bytes().decode("utf-8-sig").split("\n")
@@ -824,7 +824,8 @@ def metrics(drawn: Rollout, rewards: torch.Tensor, ratio: torch.Tensor | None) -
     judged, lengths = rewards[~rewards.isnan()], [len(y) for _, ys in drawn.groups for y in ys]
     same = [len(row) < 2 or (row == row[0]).all().item() for row in (row[~row.isnan()] for row in rewards)]
     values = {"completions/mean_length": float(np.mean(lengths)), "entropy": drawn.entropy,
-              "completions/clipped_ratio": 1 - drawn.ended.float().mean().item(), "frac_reward_zero_std": float(np.mean(same))}
+              "completions/clipped_ratio": 1 - drawn.ended.float().mean().item(),
+              "frac_reward_zero_std": float(np.mean(same))}
     values |= {"reward": judged.mean().item(), "reward_std": judged.std(correction=0).item()} if len(judged) else {}
     return values | ({} if ratio is None else {"kl": ratio.sum().item() / sum(lengths)})
 
@@ -853,8 +854,8 @@ def check_start(drawn: Rollout, samples: Samples, step: int, args: Args):
     lengths = torch.tensor([[len(y) for y in ys] for _, ys in drawn.groups], device=samples.ratio.device)
     gaps = ((drawn.logps.to(lengths.device) - samples.old_logp) / lengths).abs()
     if not gaps.mean() < (5e-2 if args.dtype == "bfloat16" else 1e-3):
-        raise BadInput("this model's samples cannot be trained on: its cache is not exact, the sampler saw log-probs that "
-                       f"differ by {gaps.mean():.2g} nats per token from those of training")
+        raise BadInput("this model's samples cannot be trained on: its cache is not exact, the sampler saw log-probs "
+                       f"that differ by {gaps.mean():.2g} nats per token from those of training")
     if step == 1 and args.beta and args.ref_model == args.model and not args.lora_dropout:
         check_agreement(samples.ratio / lengths, args.dtype)
 
@@ -866,7 +867,7 @@ def check(args: Args):
             "--lora_dropout makes every forward another policy: leave it out, or --updates_per_rollout"),
            (not low < high, "--reward_clip is the lowest reward, then the highest"),
            (args.top_p > 1 or args.clip_eps >= 1, "--top_p is at most 1, and --clip_eps less"),
-           (args.max_new_tokens >= args.max_length, "--max_length holds prompt and sample: --max_new_tokens is too much"))
+           (args.max_new_tokens >= args.max_length, "--max_length is of prompt and sample: lower --max_new_tokens"))
 
 
 def main(args: Args) -> list[dict]:

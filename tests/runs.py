@@ -96,6 +96,7 @@ def done(script, changes):
 def run(monkeypatch):
     """run(script, **flags) gives the history, the folder and the saved weights of a run."""
     monkeypatch.setattr(os, "sync", lambda: None)  # it would wait for every other process's files too
+    monkeypatch.setattr(os, "fsync", lambda file: None)
     return lambda script="dpo", **changes: done(script, tuple(sorted(changes.items())))
 
 

@@ -1,4 +1,5 @@
-"""ReferenceCache: exact, small, shared by jobs, and safe against kills and damaged or hostile files. Digests of checkpoints."""
+"""ReferenceCache: exact, small, shared by jobs, safe against kills and against damaged or hostile files."""
+import functools
 import gc
 import hashlib
 import os
@@ -6,16 +7,12 @@ import pickle
 import random
 import signal
 import struct
-import subprocess
-import sys
 import time
 import tracemalloc
 import weakref
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache
 from itertools import count
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -36,7 +33,7 @@ def new_model():
     return model
 
 
-load_model = cache(new_model)  # one model for most tests
+load_model = functools.cache(new_model)  # one model for most tests
 
 
 def filled(groups=GROUPS, path=None, tokens_per_forward=30, **header):
@@ -160,8 +157,9 @@ def test_at_most_9_bytes_per_token_in_memory_and_on_disk(tmp_path, monkeypatch):
         return [[torch.rand(len(y)) for y in completions] for _, completions in groups]
     monkeypatch.setattr(refcache, "completion_logprobs", random_logprobs)
     model, rng = load_model(), np.random.default_rng(0)
-    groups = [(tuple(rng.integers(150_000, size=120).tolist()), [tuple(rng.integers(150_000, size=60).tolist()) for _ in "wl"])
-              for _ in range(1000)]
+    def draw(length):
+        return tuple(rng.integers(150_000, size=length).tolist())
+    groups = [(draw(120), [draw(60), draw(60)]) for _ in range(1000)]
     tokens = 1000 * 240
     tracemalloc.start()
     cache = ReferenceCache(**HEADER)
@@ -224,30 +222,26 @@ def test_continued_pass_has_the_same_forwards_when_another_job_knew_some_complet
     assert rest == truth and len(truth) >= 4 and same(continued, whole)
 
 
-KILLED = """
-import os, signal, sys
-sys.path[:0] = {paths!r}
-from test_cache import *
-refcache.time = SimpleNamespace(monotonic=count(0, 61).__next__)  # a minute has passed after each forward
-model, forwards = load_model(), []
-def hook(*_):
-    forwards.append(1)
-    if len(forwards) == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-model.model.embed_tokens.register_forward_hook(hook)
-ReferenceCache(**HEADER).fill(lambda: model, GROUPS, 30, path={path!r})
-"""
-
-
 def test_pass_after_kill_is_bitwise_equal(tmp_path, whole):
-    """kill -9 in the middle of the pass, in another process; what was saved by then is kept."""
-    path, paths = str(tmp_path / "cache.pkl"), [str(Path(refcache.__file__).parent), str(Path(__file__).parent)]
-    ended = subprocess.run([sys.executable, "-c", KILLED.format(paths=paths, path=path)], capture_output=True, text=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    cache = loaded(path)
-    assert 0 < len(cache) < len(whole)
-    cache.fill(load_model, GROUPS, 30, path=path)
-    assert same(cache, whole) and {file.suffix for file in tmp_path.iterdir()} <= {".pkl", ".lock"}
+    """kill -9 in the middle of the pass, in a process of its own; what was saved by then is kept."""
+    path, forwards = tmp_path / "cache.pkl", []
+    child = os.fork()
+    if not child:
+        try:
+            refcache.time = SimpleNamespace(monotonic=count(0, 61).__next__)  # a minute has passed after each forward
+            def hook(*_):
+                forwards.append(1)
+                if len(forwards) == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+            load_model().model.embed_tokens.register_forward_hook(hook)
+            ReferenceCache(**HEADER).fill(load_model, GROUPS, 30, path=path)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    killed = loaded(path)
+    assert 0 < len(killed) < len(whole)
+    killed.fill(load_model, GROUPS, 30, path=path)
+    assert same(killed, whole) and {file.suffix for file in tmp_path.iterdir()} <= {".pkl", ".lock"}
 
 
 def test_long_pass_saves_once_a_minute(tmp_path, monkeypatch):
@@ -269,7 +263,8 @@ def test_saved_and_loaded_is_bitwise_equal(tmp_path, whole):
     assert (tmp_path / "one.pkl").read_bytes() == (tmp_path / "two.pkl").read_bytes()
 
 
-@pytest.mark.parametrize("header", [dict(dtype="float32", ref_dtype="float32"), dict(data="x" * 300), dict(name="name"), dict(n="2")])
+@pytest.mark.parametrize("header", [
+    dict(dtype="float32", ref_dtype="float32"), dict(data="x" * 300), dict(name="name"), dict(n="2")])
 def test_header_of_any_strings_comes_back(tmp_path, header):
     ReferenceCache(**header).save(tmp_path / "cache.pkl")
     ReferenceCache(**header).load(tmp_path / "cache.pkl")
@@ -290,7 +285,7 @@ def test_file_of_another_run_is_refused_with_both_values_and_not_overwritten(tmp
     theirs.save(path)
     old = path.read_bytes()
     for use in (ReferenceCache(**HEADER).load, whole.save):
-        with pytest.raises(BadInput, match=f"made with {name} 'THEIRS', but this run has {name} '{HEADER[name]}'.*delete it"):
+        with pytest.raises(BadInput, match=f"{name} 'THEIRS', but this run has {name} '{HEADER[name]}'.*delete it"):
             use(path)
     assert path.read_bytes() == old
 
@@ -372,86 +367,93 @@ def refused(path, **header):
     return message
 
 
-def forged(header, table):
+def forged(folder, table: bytes, **header):
     """A file with a true checksum: the sum guards against damage, not against a forger."""
-    table = pickle.dumps(table, 4)
-    return pickle.dumps({"format": "2", **header, "sha256": hashlib.sha256(table).hexdigest()}, 4) + table
+    empty = pickle.dumps({}, 4)
+    ReferenceCache(**{**HEADER, **header}).save(folder / "forged.pkl")
+    data = (folder / "forged.pkl").read_bytes()
+    assert data.endswith(empty)
+    sums = (hashlib.sha256(x).hexdigest().encode() for x in (empty, table))
+    return data.removesuffix(empty).replace(*sums) + table
 
 
 def text(string):
     return b"\x8c" + bytes([len(string)]) + string.encode()
 
 
-GOOD = forged(HEADER, {b"1234": {b"5678": b"\0\0\0\0"}})
-TABLE = pickle.dumps({b"1234": {b"5678": b"\0\0\0\0"}}, 4)
+NESTED = b"})" + b"2\x86" * 60 + b"K\x01s"  # hashing 60 nested pairs takes 2^60 steps
 DEEP = b"}" + (text("a") + b"}") * 100_000 + b"s" * 100_000
-NO_CACHE = {
-    "empty": b"", "text": b"not a pickle", "none": b"\x80\x04N.", "list": pickle.dumps([1], 4), "string": pickle.dumps("x", 4),
-    "int": pickle.dumps(1, 4), "bytes": pickle.dumps(b"x", 4), "no names": pickle.dumps({}, 4), "old protocol": pickle.dumps({}, 0),
-    "header is null": b"null", "header is a JSON list": b'["format", 2]', "only a header": GOOD[:-len(TABLE)],
-    "header value is a list": forged(HEADER | dict(reference=["abc"]), {}),
-    "header value is null": forged(HEADER | dict(reference=None), {}),
-    "header value is bytes": forged(HEADER | dict(reference=b"abc"), {}),
-    "header value is huge": forged(HEADER | dict(reference=b"x" * 5_000_000), {}),
-    "header value is a dict": forged(HEADER | dict(reference={}), {}),
-    "header value has control characters": forged(HEADER | dict(reference="\x1b[2J\r\n\x07\u202e"), {}),
-    "header is as deep as the sea": b"\x80\x04" + DEEP + b".",
-    "header value is as deep as the sea": b"\x80\x04}" + text("reference") + DEEP + b"s.",
-    "nested tuples that never hash": b"\x80\x04})" + b"2\x86" * 60 + b"K\x01s.",
-    "nested lists": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".", "marks": b"(" * 100_000, "dicts": b"}" * 100_000 + b".",
-    "dict as a key": b"\x80\x04}}}s.", "bytearray of 3 GiB": b"\x80\x05\x96" + struct.pack("<Q", 3 * 2**30) + b"x.",
-    "bytes of 1 TiB": b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.", "bytes of 4 GiB": b"\x80\x04B" + b"\xff" * 4 + b"x.",
-    "string of 4 GiB": b"\x80\x04X" + b"\xff" * 4 + b"x.", "frame of 1 TiB": b"\x80\x04\x95" + struct.pack("<Q", 2**40) + b"}.",
+NAMES = b"\x80\x04}" + b"".join(text(name) + text(value) + b"s" for name, value in (("format", "2"), *HEADER.items()))
+GARBAGE = {
+    "empty": b"", "text": b"not a pickle", "none": b"\x80\x04N.", "list": pickle.dumps([1], 4),
+    "string": pickle.dumps("x", 4), "int": pickle.dumps(1, 4), "bytes": pickle.dumps(b"x", 4),
+    "no names": pickle.dumps({}, 4), "old protocol": pickle.dumps({}, 0), "only a header": NAMES + b".",
+    "JSON null": b"null\n", "JSON list": b'["format", 2]\n', "JSON string": b'"format"\n',
+    "JSON object": b'{"format": "2"}\n', "JSON digits": b"9" * 100_000 + b"\n",
+    "nested JSON": b"[" * 100_000 + b"]" * 100_000 + b"\n", "nested header": b"\x80\x04" + DEEP + b".",
+    "nested header value": b"\x80\x04}" + text("reference") + DEEP + b"s.",
+    "nested tuples": b"\x80\x04" + NESTED + b".", "nested tuples in a header": NAMES + text("extra") + NESTED + b"s.",
+    "nested lists": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".", "marks": b"(" * 100_000,
+    "dicts": b"}" * 100_000 + b".", "dict as a key": b"\x80\x04}}}s.",
+    "bytearray of 3 GiB": b"\x80\x05\x96" + struct.pack("<Q", 3 * 2**30) + b"x.",
+    "bytes of 1 TiB": b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b"x.",
+    "bytes of 4 GiB": b"\x80\x04B" + b"\xff" * 4 + b"x.", "string of 4 GiB": b"\x80\x04X" + b"\xff" * 4 + b"x.",
+    "frame of 1 TiB": b"\x80\x04\x95" + struct.pack("<Q", 2**40) + b"}.",
     "memo of 2^31": b"\x80\x04}r" + struct.pack("<I", 2**31) + b".", "memo of 2^32": b"\x80\x04}r" + b"\xff" * 4 + b".",
     "int of 2 GiB": b"\x80\x04\x8b" + struct.pack("<I", 2**31 - 1) + b"x.", "digits": b"I" + b"9" * 100_000 + b"\n.",
-    "persistent id": b"Pos\n.", "global": b"cos\nsystem\n(S'true'\ntR.", "extension": b"\x80\x04\x82\x01.",
-    "table is a string": forged(HEADER, "x"), "table is bytes": forged(HEADER, b"x"), "table is a list": forged(HEADER, []),
-    "scored is bytes": forged(HEADER, {b"1234": b"5678"}), "lengths differ": forged(HEADER, {b"1234": {b"5678": b"\0" * 8}}),
-    "log-probs are a string": forged(HEADER, {b"1234": {b"5678": "\0\0\0\0"}}),
-    "log-probs are a dict": forged(HEADER, {b"1234": {b"5678": dict.fromkeys("abcd", b"")}}),
-    "completion is a string": forged(HEADER, {b"1234": {"5678": b"\0\0\0\0"}}),
-    "prompt is a string": forged(HEADER, {"1234": {b"5678": b"\0\0\0\0"}}),
-    "half a token": forged(HEADER, {b"1234": {b"567890": b"\0" * 6}}),
-    "half a prompt token": forged(HEADER, {b"123456": {b"5678": b"\0" * 4}}),
-    "checksum is wrong": GOOD[:-5] + b"\1" + GOOD[-4:], "something follows": GOOD + b"x"}
+    "persistent id": b"Pos\n.", "global": b"cos\nsystem\n(S'true'\ntR.", "extension": b"\x80\x04\x82\x01."}
+HEADERS = {"list": ["abc"], "null": None, "number": 2, "dict": {}, "huge": "x" * 5_000_000,
+           "control characters": "\x1b[2J\r\n\x07\u202e"}
+GOOD = {b"1234": {b"5678": b"\0\0\0\0"}}
+TABLES = {
+    "string": "x", "bytes": b"x", "list": [], "none": None, "bytes instead of a dict": {b"1234": b"5678"},
+    "lengths differ": {b"1234": {b"5678": b"\0" * 8}}, "log-probs are a string": {b"1234": {b"5678": "\0\0\0\0"}},
+    "log-probs are a dict": {b"1234": {b"5678": dict.fromkeys("abcd", b"")}},
+    "prompt is a string": {"1234": {b"5678": b"\0" * 4}},
+    "completion is a string": {b"1234": {"5678": b"\0" * 4}}, "prompt is a tuple": {(1, 2): {b"5678": b"\0" * 4}},
+    "half a token": {b"1234": {b"567890": b"\0" * 6}}, "half a prompt token": {b"123456": {b"5678": b"\0" * 4}}}
+RAW_TABLES = {"nested tuples": b"\x80\x04" + NESTED + b".", "nested dicts": b"\x80\x04" + DEEP + b".", "empty": b""}
 
 
-@pytest.mark.parametrize("data", NO_CACHE.values(), ids=NO_CACHE)
+@pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
 def test_file_that_is_no_cache_is_refused_in_one_line(tmp_path, data):
     (tmp_path / "cache.pkl").write_bytes(data)
     refused(tmp_path / "cache.pkl")
 
 
-def test_forged_file_as_such_would_be_accepted(tmp_path):
+@pytest.mark.parametrize("value", HEADERS.values(), ids=HEADERS)
+def test_header_of_another_type_or_size_is_refused_in_one_line(tmp_path, value):
+    (tmp_path / "cache.pkl").write_bytes(forged(tmp_path, pickle.dumps(GOOD, 4), reference=value))
+    refused(tmp_path / "cache.pkl")
+
+
+TABLES = {name: pickle.dumps(table, 4) for name, table in TABLES.items()} | RAW_TABLES
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
+def test_table_of_another_type_or_size_is_refused_in_one_line(tmp_path, table):
+    (tmp_path / "cache.pkl").write_bytes(forged(tmp_path, table))
+    refused(tmp_path / "cache.pkl")
+
+
+def test_forged_file_with_a_good_table_is_accepted(tmp_path):
     """So that the cases above are refused for the reason that they name."""
-    (tmp_path / "cache.pkl").write_bytes(GOOD)
+    (tmp_path / "cache.pkl").write_bytes(forged(tmp_path, pickle.dumps(GOOD, 4)))
     assert len(loaded(tmp_path / "cache.pkl")) == 1
-
-
-def test_no_time_is_lost_on_nested_tuples_anywhere(tmp_path):
-    """Hashing 60 nested pairs takes 2^60 steps, so they must be refused before the pickle is read."""
-    body = b"})" + b"2\x86" * 60 + b"K\x01s"
-    table = b"\x80\x04" + body + b"."
-    header = b"\x80\x04}" + b"".join(text(k) + text(v) + b"s" for k, v in (("format", "2"), *HEADER.items()))
-    for data in (header + text("extra") + body + b"s." + TABLE,
-                 header + text("sha256") + text(hashlib.sha256(table).hexdigest()) + b"s." + table):
-        (tmp_path / "cache.pkl").write_bytes(data)
-        assert "EMPTY_TUPLE" in refused(tmp_path / "cache.pkl")
 
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_hostile_pickle_runs_nothing(tmp_path, protocol):
     trap = Runs()
     trap.path = tmp_path / "hacked"
-    code = pickle.dumps(trap, protocol)
-    header = pickle.dumps({"format": "2", **HEADER, "sha256": hashlib.sha256(code).hexdigest()}, 4)
-    for data in (code, pickle.dumps({"format": trap}, protocol), pickle.dumps([trap], protocol), header + code):
+    payloads = [pickle.dumps(payload, protocol) for payload in (trap, {"format": trap}, [trap])]
+    for data in (*payloads, forged(tmp_path, payloads[0]), forged(tmp_path, payloads[1])):
         (tmp_path / "cache.pkl").write_bytes(data)
         refused(tmp_path / "cache.pkl")
     assert not trap.path.exists()
 
 
-def test_what_is_no_regular_file_is_refused_without_waiting(tmp_path, whole):
+def test_path_that_is_no_regular_file_is_refused_without_waiting(tmp_path, whole):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "folder").mkdir()
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
@@ -507,14 +509,15 @@ def test_digest_of_a_checkpoint_depends_on_weights_and_config_only(tmp_path):
 def test_digest_of_an_adapter_depends_on_its_weights_and_its_base(tmp_path):
     peft = pytest.importorskip("peft")
     for seed in (0, 1):
-        model = peft.get_peft_model(make("llama", seed), peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"]))
-        model.save_pretrained(tmp_path / f"{seed}")
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
+        peft.get_peft_model(make("llama"), config).save_pretrained(tmp_path / f"{seed}")
     digests = [checkpoint_digest(tmp_path / folder, base) for folder in "01" for base in ("base one", "base two")]
     assert len(set(digests)) == 4
 
 
 def test_checkpoint_without_safetensors_has_no_digest(tmp_path):
-    """Else two checkpoints of one architecture would have the same digest, and one would be scored with the other's cache."""
+    """Else all checkpoints of an architecture would have the same digest, and use each other's caches."""
     model = make("llama")
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")

@@ -293,7 +293,7 @@ ROWS = [dict(prompt=f"The tea, {i}", chosen=' was "warm",\nvery.', rejected=" wa
 
 
 def write_as(path, rows):
-    if path.suffix == ".jsonl":  # with a byte order mark, CRLF and empty lines
+    if path.suffix.lower() == ".jsonl":  # with a byte order mark, CRLF and empty lines
         path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(map(json.dumps, rows)).encode())
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows))
@@ -328,8 +328,8 @@ def test_errors_in_other_formats_name_the_row(load, tmp_path, suffix):
 
 
 @pytest.mark.parametrize("name, words", [
-    ("nothing.jsonl", "no such file"), ("nothing.csv", "no such file"), ("rows.txt", "must be .jsonl"),
-    ("rows", "must be .jsonl"), ("empty.jsonl", "holds no rows"), ("blank.jsonl", "holds no rows")])
+    ("nothing.jsonl", "no such file"), ("nothing.csv", "no such file"), ("rows.txt", ".jsonl, .json"),
+    ("rows", ".jsonl, .json"), ("empty.jsonl", "holds no rows"), ("blank.jsonl", "holds no rows")])
 def test_files_that_cannot_be_read_are_named(load, tmp_path, name, words):
     for file, text in {"rows.txt": json.dumps(TEXT), "rows": json.dumps(TEXT), "empty.jsonl": "", "blank.jsonl": "\n \r\n"}.items():
         (tmp_path / file).write_text(text)
@@ -347,21 +347,29 @@ def test_only_jsonl_does_without_the_datasets_package(load, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("source, asked", [
     ("some/dataset", (("some/dataset",), "train")), ("some/dataset:test", (("some/dataset",), "test")),
-    ("some/dataset:config:test[:9]", None), ("some/dataset:config:test", (("some/dataset", "config"), "test"))])
+    ("some/dataset:config:test", (("some/dataset", "config"), "test"))])
 def test_hub_datasets_are_loaded_by_name_config_and_split(load, monkeypatch, source, asked):
     calls = []
     fake = SimpleNamespace(load_dataset=lambda *names, split, **more: calls.append((names, split)) or CHATS)
     monkeypatch.setitem(sys.modules, "datasets", fake)
-    if asked is None:
-        pytest.skip("a slice of a split needs a colon")
     assert len(load(source)) == len(CHATS) and calls == [asked]
+
+
+def test_cells_beyond_the_header_of_a_csv_file_do_not_shift_the_columns(load, tmp_path):
+    """pandas takes the first column for an index if every row has one cell more than the header."""
+    pytest.importorskip("datasets")
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\nThe tea, was warm., was bad.,more\n")
+    try:
+        assert load(tmp_path / "rows.csv")[0][:3] == load([TEXT])[0][:3]
+    except BadInput:
+        pass
 
 
 HOSTILE = {
     "deep.jsonl": b"[" * 100_000, "deep.json": b"[" * 100_000, "open.jsonl": b'{"a":' * 999, "zeros.jsonl": b"\0" * 99,
     "columns.jsonl": b'{"a\\nb\\u2028\\ud800": 1}', "big.jsonl": b"9" * 5000, "latin.jsonl": b'{"prompt": "\xff\xfe"}',
     "bytes.json": bytes(range(256)), "bytes.csv": bytes(range(256)), "bytes.parquet": bytes(range(256)),
-    "quote.csv": b'prompt,chosen,rejected\na, b, c\n"a"b, b, c\n', "ragged.csv": b"prompt,chosen,rejected\np, a, b,more\n",
+    "ragged.csv": b"prompt,chosen,rejected\np, a, b\np, a, b,more\n", "short.csv": b"prompt,chosen,rejected\np, a\n",
     "empty.csv": b"", "empty.json": b"", "empty.parquet": b"", "pickle.jsonl": b"\x80\x04cos\nsystem\n."}
 
 
@@ -430,6 +438,7 @@ def test_odd_and_damaged_files_are_read_right_or_refused_in_one_sentence(tmp_pat
             rows = script.load_rows(str(path), tokenizer, 60, script.Args(truncate=truncate))
         except BadInput as error:
             assert len(str(error).splitlines()) == 1 and "rows.jsonl" in str(error) and len(str(error)) < 700
+            capsys.readouterr()
             outcomes.append("refused")
             continue
         kept, of = map(int, re.search(r": (\d+) of (\d+) rows", printed := capsys.readouterr().out).groups())

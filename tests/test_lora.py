@@ -1,156 +1,210 @@
-"""LoRA: the reference under an adapter, what trains, and what is saved."""
+"""LoRA: what the reference under an adapter is, what trains, and what is saved."""
 import json
+import math
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from runs import BOTH, GROUPS, IDS, LORA, MODEL, ROOT, adapt, alike, distance, logprobs, needs_peft, of, run, settle  # noqa: F401
-from safetensors.torch import load_file
+from runs import (  # noqa: F401
+    BOTH, FOLDER, GROUPS, IDS, LORA, TOKENIZER, adapt, arguments, distance, load, logits, logprobs, run, same, save, settle, tiny)
 from transformers import AutoModelForCausalLM
 
+import dpo
 import kto
-import refcache
-from refcache import BadInput, Swap, checkpoint_digest, load_model, load_policy
+from refcache import BadInput, Swap, completion_logprobs, reference_logprobs
 
 peft = pytest.importorskip("peft")
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_reference_of_a_new_adapter_is_the_bare_model_bit_for_bit_whatever_the_dropout(settle, checkpointing):
-    args = settle(ref="adapter", lora_r=4, lora_dropout=0.5, gradient_checkpointing=checkpointing)
-    policy = load_policy(args, "cpu")
-    swap, optimizer = Swap(policy), torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], 1e-2)
-    for _ in range(2):
-        refcache.completion_logprobs(policy, GROUPS)[0][0].sum().backward()
+def train(policy, steps=2):
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], 3e-2)
+    for _ in range(steps):
+        completion_logprobs(policy, GROUPS)[0][0].sum().backward()
         optimizer.step()
-    bare = logprobs(load_model(MODEL, "cpu"))
-    assert of(swap, args) == bare and logprobs(policy) != bare
-    assert [m.training for name, m in policy.named_modules() if name.endswith("lora_dropout")] == [True] * 14
+        optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("config", [{}, dict(lora_dropout=0.5), dict(modules_to_save=["lm_head"]), dict(modules_to_save=["embed_tokens"]),
-                                    dict(trainable_token_indices={"embed_tokens": [9, 12]}), dict(bias="all"), dict(use_dora=True)])
-def test_a_run_that_begins_with_an_sft_adapter_has_it_as_its_reference(run, tmp_path, config):
-    folder = adapt(tmp_path / "sft", **config)
-    truth = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL), folder).eval()(IDS).logits.log_softmax(-1)
-    truth = truth[0, 2:5].gather(1, IDS[0, 3:6, None])[:, 0].tolist()
-    ended = run(model=folder, ref="adapter", steps=3, lr=3e-2)
-    policy = load_policy(ended.args, "cpu")
-    known = of(Swap(policy), ended.args)
-    assert known[GROUPS[0][0], (60, 12, 7)] == pytest.approx(truth, abs=1e-5) and known != logprobs(load_model(MODEL, "cpu"))
-    assert abs(ended.history[1]["rewards/margins"]) < 1e-5 or config.get("lora_dropout")
-    assert abs(ended.history[0]["eval_rewards/margins"]) < 1e-5 < 1e-4 < abs(ended.history[-1]["eval_rewards/margins"])
-    if not config:
-        cached, live = run(model=folder, steps=3, lr=3e-2), run(model=folder, ref="live", steps=3, lr=3e-2)
-        assert alike(ended, cached) and alike(ended, live) and distance(ended, cached) < 2e-5
-    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(MODEL), ended.out).eval()
-    assert (again(IDS).logits - ended.policy.eval()(IDS).logits).abs().max() < 1e-5
+def held_by(swap):
+    return {key: value.tolist() for key, value in reference_logprobs(swap, GROUPS).items()}
 
 
-def test_a_learned_prompt_is_refused(run, tmp_path):
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    peft.get_peft_model(load_model(MODEL, "cpu"), config).save_pretrained(tmp_path / "prompt")
-    for changes in (dict(model=str(tmp_path / "prompt")), dict(ref_model=str(tmp_path / "prompt"))):
-        with pytest.raises(BadInput, match="cannot load the adapter"):
-            run(**changes)
+def with_peft(folder, base=None):
+    """What peft itself makes of a saved adapter."""
+    return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base or tiny()), folder).eval()
 
 
-def test_an_adapter_s_cache_is_its_own(run, tmp_path):
-    one, two = adapt(tmp_path / "one"), adapt(tmp_path / "two", seed=1)
-    assert len({*map(checkpoint_digest, (MODEL, one, two))}) == 3
-    base = load_model(MODEL, "cpu")
-    base.save_pretrained(tmp_path / "base")
-    of_base = adapt(tmp_path / "three", base=str(tmp_path / "base"))
-    before = checkpoint_digest(of_base)
-    with torch.no_grad(): base.lm_head.weight.mul_(1.1)
-    base.save_pretrained(tmp_path / "base")
-    assert checkpoint_digest(of_base) != before, "the same adapter over other weights is another model"
-    run(model=two, ref_cache=str(tmp_path / "shared.pkl"), steps=1)
-    with pytest.raises(BadInput, match="was made with reference"):
-        run(lora_r=4, ref_cache=str(tmp_path / "shared.pkl"), steps=1)
+# --- the reference ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("merge", [False, True])
-@BOTH
-def test_only_the_adapter_trains_and_what_is_saved_is_what_was_trained(run, script, merge):
-    ended = run(script, ref="adapter", **LORA, merge=merge, lora_target="q_proj,down_proj", steps=3)
-    base = load_file(f"{MODEL}/model.safetensors")
-    found = {name.removeprefix("base_model.model.").replace(".base_layer", ""): p
-             for name, p in ended.policy.named_parameters() if "lora_" not in name}
-    assert found.keys() == base.keys() and all(torch.equal(found[name], base[name]) for name in base)
-    assert {name.split(".")[-2] for name, p in ended.policy.named_modules() if name.endswith("lora_A")} == {"q_proj", "down_proj"}
-    files = {"model.safetensors", "config.json"} if merge else {"adapter_model.safetensors", "adapter_config.json"}
-    others = {"adapter_model.safetensors", "adapter_config.json", "model.safetensors", "config.json"} - files
-    assert files <= (names := {f.name for f in ended.out.iterdir()}) and not others & names
-    saved = AutoModelForCausalLM.from_pretrained(ended.out if merge else MODEL)
-    saved = saved if merge else peft.PeftModel.from_pretrained(saved, ended.out)
-    assert (saved.eval()(IDS).logits - ended.policy(IDS).logits).abs().max() < 1e-4
-    assert (load_model(str(ended.out), "cpu")(IDS).logits - ended.policy(IDS).logits).abs().max() < 1e-4
-    assert (load_model(MODEL, "cpu")(IDS).logits - ended.policy(IDS).logits).abs().max() > 1e-2
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_reference_of_a_new_adapter_is_the_bare_model_bit_for_bit_whatever_its_dropout(checkpointing):
+    policy = load(trains=True, lora_r=4, lora_dropout=0.5, gradient_checkpointing=checkpointing)
+    swap, bare = Swap(policy), logprobs(load())
+    assert held_by(swap) == bare
+    train(policy)
+    assert held_by(swap) == bare != logprobs(policy)
+    assert {m.training for name, m in policy.named_modules() if name.endswith("lora_dropout")} == {True}
 
 
-def test_rank_and_alpha_are_the_adapter_s(settle):
-    for changes, r, alpha in ((dict(lora_r=4), 4, 8), (dict(lora_r=2, lora_alpha=3.0), 2, 3)):
-        config = load_policy(settle(**changes), "cpu").peft_config["default"]
+def test_run_from_an_sft_adapter_has_it_as_reference_with_its_own_dropout_off(run):
+    """The reference is the adapter as it was saved, not the bare model below it, wherever it is held."""
+    folder = adapt("dropping", lora_dropout=0.5)
+    cached, *others = (run(model=folder, ref=ref, lr=2e-2) for ref in ("cache", "swap", "live"))
+    assert all(same(other, cached) for other in others) and abs(cached.history[-1]["eval_rewards/margins"]) > 1e-3
+    first = cached.history[1]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6) and first["rewards/accuracies"] == 0.5
+
+
+def test_lora_dropout_is_also_that_of_an_sft_adapter(run):
+    first = run(model=adapt("dropping", lora_dropout=0.5), lora_dropout=0.5, steps=1).history[1]
+    assert abs(first["rewards/margins"]) > 1e-3
+
+
+@pytest.mark.parametrize("config", [
+    {}, dict(modules_to_save=["lm_head"]), dict(modules_to_save=["embed_tokens"]), dict(bias="all"), dict(use_dora=True),
+    dict(trainable_token_indices={"embed_tokens": [9, 12]})], ids=lambda config: "_".join(config) or "plain")
+def test_sft_adapter_of_any_kind_is_the_reference_trains_and_is_saved(config, tmp_path):
+    folder = adapt("kind_" + "_".join(config), **config)
+    policy, truth = load(folder, trains=True), logits(with_peft(folder))
+    swap = Swap(policy)
+    assert (logits(policy) - truth).abs().max() < 1e-5 < (logits(load()) - truth).abs().max()
+    train(policy)
+    with swap:
+        assert (logits(policy) - truth).abs().max() < 1e-5, "the reference is the adapter as it began"
+    dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args())
+    assert (logits(with_peft(tmp_path / "model")) - logits(policy)).abs().max() < 1e-5
+    assert (logits(policy) - truth).abs().max() > 1e-2
+
+
+def test_cache_of_an_adapter_is_refused_for_another_one_and_for_another_base(run):
+    one, two, shared = adapt("one"), adapt("two", seed=1), f"{FOLDER.name}/shared.pkl"
+    run(model=two, ref_cache=shared, steps=1)
+    assert len({dpo.digest_of(folder) for folder in (tiny(), one, two, adapt("three", base=tiny(1)))}) == 4
+    for changes in (dict(model=one), LORA):
+        with pytest.raises(BadInput, match="made with reference"):
+            run(ref_cache=shared, steps=1, **changes)
+
+
+def test_adapter_over_a_base_that_has_changed_is_another_model():
+    folder = adapt("four", base=save(load(), "changing"))
+    before = dpo.digest_of(folder)
+    save(load(tiny(1)), "changing")
+    assert dpo.digest_of(folder) != before
+
+
+def test_dropout_is_no_part_of_z():
+    """Against a reference that gives every token 1 nat less than the policy, z is the mean number of tokens."""
+    args = settle("kto", lora_r=4, lora_dropout=0.5)
+    rows, _ = kto.draw_others(kto.load_rows(args.data, TOKENIZER, 256, args), [], 256, 0)
+    policy = load(adapt("sft"), kto, trains=True, lora_dropout=0.5)
+    known = reference_logprobs(Swap(policy), kto.other_groups(rows))
+    z = kto.estimate_kl(policy, rows, {key: known[key] - 1 for key in known}, args)
+    assert z.item() == pytest.approx(sum(len(row.other) for row in rows) / len(rows), abs=1e-4)
+
+
+# --- what trains and what is saved -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "rloo"))])
+def test_only_the_adapter_trains_and_the_merged_model_is_the_adapter_on_the_unchanged_base(run, script):
+    adapter, merged = (run(script, **LORA, lora_target="q_proj,down_proj", merge=merge) for merge in (False, True))
+    names = [{file.name for file in Path(ended.model).iterdir()} for ended in (adapter, merged)]
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= names[0] and "model.safetensors" not in names[0]
+    assert {"model.safetensors", "config.json"} <= names[1] and "adapter_model.safetensors" not in names[1]
+    assert all("tokenizer_config.json" in files for files in names)
+    assert {name.split(".")[-3] for name in adapter.weights} == {"q_proj", "down_proj"}
+    whole = AutoModelForCausalLM.from_pretrained(merged.model)
+    assert (logits(whole) - logits(with_peft(adapter.model))).abs().max() < 1e-4 < 1e-2 < (logits(whole) - logits(load())).abs().max()
+    assert (logits(load(adapter.model)) - logits(whole)).abs().max() < 1e-4, "a later run can start from it"
+    base = AutoModelForCausalLM.from_pretrained(tiny())
+    changed = {name for name, p in whole.named_parameters() if not torch.equal(p, base.get_parameter(name))}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "down_proj"}
+
+
+def test_rank_and_alpha_are_those_of_the_flags():
+    for flags, r, alpha in ((dict(lora_r=4), 4, 8), (dict(lora_r=2, lora_alpha=3.0), 2, 3)):
+        config = load(trains=True, **flags).peft_config["default"]
         assert (config.r, config.lora_alpha) == (r, alpha)
 
 
-def test_checkpointing_changes_nothing_under_lora_and_dropout_only_training(run):
-    plain, checkpointed = (run(ref="adapter", **LORA, gradient_checkpointing=on) for on in (False, True))
-    assert alike(plain, checkpointed) and distance(plain, checkpointed) < 2e-5
-    dropped, both = (run(ref="adapter", **LORA, lora_dropout=0.5, gradient_checkpointing=on) for on in (False, True))
-    assert alike(dropped, both) and distance(dropped, plain) > 1e-3
+def test_new_adapter_depends_on_the_seed_only(run):
+    """Not on the random numbers that were drawn before in this process."""
+    flags = LORA | dict(ref="swap", steps=1, lr=0.0)
+    torch.manual_seed(11)
+    one = run(**flags)
+    torch.manual_seed(12)
+    assert distance(run(**flags, save_every=7), one) == 0 and distance(run(**flags, seed=1), one) > 1e-3
 
 
-def test_dropout_is_no_part_of_z(settle, tmp_path):
-    """Against a reference that gives every token 1 nat less than the policy, z is the mean number of tokens."""
-    args = settle("kto", model=adapt(tmp_path / "sft", lora_dropout=0.5), ref="adapter")
-    rows, _ = kto.draw_others(kto.load_rows(args.data, refcache.load_tokenizer(MODEL)[0], 256, args), [], 256, 0)
-    policy = load_policy(args, "cpu")
-    known = {key: value - 1 for key, value in refcache.reference_logprobs(Swap(policy), kto.asked(rows, args), args).items()}
-    z = kto.estimate_kl(policy, rows, known, args).item()
-    assert z == pytest.approx(sum(len(row.other) for row in rows) / len(rows), abs=1e-4)
+def test_gradient_checkpointing_changes_memory_only_also_with_dropout(run):
+    plain, checkpointed = run(**LORA), run(**LORA, gradient_checkpointing=True)
+    dropped, both = (run(**LORA, lora_dropout=0.5, gradient_checkpointing=on) for on in (False, True))
+    assert same(checkpointed, plain) and same(both, dropped) and distance(dropped, plain) > 1e-3
 
 
-def test_an_unknown_target_and_a_missing_peft_are_refused(run, settle, tmp_path, monkeypatch):
-    with pytest.raises(BadInput, match="--lora_target no_such_layer: ") as error:
+@pytest.mark.parametrize("script, flags", [
+    ("dpo", dict(gradient_checkpointing=True)),
+    *(pytest.param(script, flags, marks=pytest.mark.slow) for script, flags in (
+        ("dpo", dict(merge=True)), ("kto", dict(ref="live")), ("kto", dict(ref="swap", merge=True)), ("rloo", {}), ("rloo", dict(merge=True))))])
+def test_base_stored_in_bfloat16_changes_no_bit_of_a_run(run, script, flags):
+    """A base saved in bfloat16 stays so under bfloat16 forwards. The same numbers saved in float32 do not, and give the same."""
+    halved = AutoModelForCausalLM.from_pretrained(tiny()).bfloat16()
+    folders = save(halved, "halved"), save(halved.float(), "widened")
+    kinds = [{p.dtype for name, p in load(folder, trains=True, dtype="bfloat16", lora_r=4).named_parameters()
+              if "proj.base_layer" in name} for folder in folders]
+    assert kinds == [{torch.bfloat16}, {torch.float32}]
+    one, two = (run(script, model=folder, dtype="bfloat16", **LORA, **flags) for folder in folders)
+    assert one.history == two.history and one.history[-1] != one.history[0]
+    assert one.weights.keys() == two.weights.keys() and all(torch.equal(one.weights[name], two.weights[name]) for name in one.weights)
+    assert {p.dtype for p in one.weights.values()} == {torch.float32}
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def one_sentence(error):
+    return "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_unknown_target_is_refused(run):
+    with pytest.raises(BadInput, match="--lora_target no_such_layer") as error:
         run(lora_r=4, lora_target="no_such_layer")
-    assert "\n" not in str(error.value)
-    folder = adapt(tmp_path / "sft")
+    assert one_sentence(error)
+
+
+def test_missing_peft_is_refused(run, monkeypatch):
+    folder = adapt("sft")
     monkeypatch.setitem(sys.modules, "peft", None)
     for changes in (dict(lora_r=4), dict(model=folder)):
-        with pytest.raises(BadInput, match="`pip install peft`"):
-            load_policy(settle(**changes), "cpu")
+        with pytest.raises(BadInput, match="`pip install peft`") as error:
+            run(**changes)
+        assert one_sentence(error)
 
 
-@needs_peft
-def test_an_adapter_on_an_adapter_or_on_itself_is_refused(tmp_path):
-    first = adapt(tmp_path / "first")
-    for base in ("first", "second"):
+def test_learned_prompt_is_refused(run):
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    folder = save(peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny()), config), "prompt")
+    for changes in (dict(model=folder), dict(ref_model=folder)):
+        with pytest.raises(BadInput, match="no LoRA adapter") as error:
+            run(**changes)
+        assert one_sentence(error)
+
+
+@BOTH
+def test_adapter_on_top_of_the_adapter_in_the_model_folder_is_refused(run, script):
+    with pytest.raises(BadInput, match="leave out --lora_r") as error:
+        run(script, model=adapt("sft"), lora_r=4)
+    assert one_sentence(error)
+
+
+def test_adapter_whose_base_is_an_adapter_or_itself_is_refused(run, tmp_path):
+    first = adapt("sft")
+    for base in (first, tmp_path / "second"):
         second = shutil.copytree(first, tmp_path / "second", dirs_exist_ok=True)
-        config = json.loads((second / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(tmp_path / base)}
+        config = json.loads((second / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(base)}
         (second / "adapter_config.json").write_text(json.dumps(config))
-        with pytest.raises(BadInput, match="is an adapter too: merge"):
-            refcache.load_model(str(second), "cpu")
-
-
-@pytest.mark.parametrize("script, changes", [("dpo", dict(ref="cache", gradient_checkpointing=True)), ("kto", dict(ref="live")), ("rloo", {})])
-def test_a_base_stored_in_bfloat16_changes_no_bit_of_a_run(run, tmp_path, monkeypatch, script, changes):
-    base = AutoModelForCausalLM.from_pretrained(MODEL).bfloat16()
-    base.save_pretrained(tmp_path / "base")
-    refcache.load_tokenizer(MODEL)[0].save_pretrained(tmp_path / "base")
-    reward = dict(reward=(str(ROOT / "demo/score.py:sentiment"),), max_new_tokens=12, samples=2) if script == "rloo" else {}
-    ended = []
-    for merge in (False, True):
-        for stored in (True, False):
-            with monkeypatch.context() as patch:
-                if not stored: patch.setattr(refcache, "store_frozen", lambda model, dtype: model)
-                ended.append(run(script, model=str(tmp_path / "base"), dtype="bfloat16", merge=merge, **LORA, **reward, **changes))
-            kinds = {p.dtype for name, p in ended[-1].policy.named_parameters() if "lora_" not in name}
-            assert (torch.bfloat16 in kinds) == stored and all(p.dtype == torch.float32 for p in ended[-1].policy.parameters() if p.requires_grad)
-    assert ended[0].history == ended[1].history and ended[0].history[-1] != ended[0].history[0]
-    for name, (one, two) in (("adapter_model", ended[:2]), ("model", ended[2:])):
-        one, two = (load_file(one.out / f"{name}.safetensors") for one in (one, two))
-        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-    assert any(not torch.equal(one[name], p) for name, p in base.named_parameters()) and {p.dtype for p in one.values()} == {torch.bfloat16}
+        with pytest.raises(BadInput, match="is an adapter too: merge") as error:
+            run(model=str(second))
+        assert one_sentence(error)
