@@ -127,7 +127,6 @@ from refcache import (  # noqa: E402
 
 # ---- The loss -------------------------------------------------------------------------------------------------------
 
-
 class Batch(NamedTuple):
     """What the losses see of B pairs, (B,) each: sums over the tokens of an answer."""
     logp_w: torch.Tensor  # log π(y_w|x)
@@ -143,7 +142,7 @@ class Batch(NamedTuple):
 
 def preference_loss(loss: str, batch: Batch, args: Args) -> torch.Tensor:
     """The loss of every pair, (B,), float32."""
-    logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, score_w, score_l, _ = batch
+    logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, score_w, score_l, *_ = batch
     beta, eps, log_sigma, sigma = args.beta, args.label_smoothing, F.logsigmoid, torch.sigmoid
     f_prime = {  # f-DPO, arXiv:2309.16240, table 1: f'(u) at u = π/π_ref, up to a constant
         "reverse_kl": lambda ratio: ratio, "forward_kl": lambda ratio: -torch.exp(-ratio),
@@ -206,7 +205,6 @@ def metrics(batch: Batch, args: Args) -> dict[str, float]:
 
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py -------------------------------------------------------------------
-
 
 class Skip(ValueError):
     """A row that is left out and counted. The message says why."""
@@ -318,7 +316,6 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
 
 # ---- Pairs: the same in dpo.py and kto.py ---------------------------------------------------------------------------
 
-
 def parse_pair(row: dict, where: str):
     """A row of the file -> its prompt and two answers, as strings or as lists of messages."""
     chosen, rejected = (text_of(row, name, where) for name in ("chosen", "rejected"))
@@ -339,7 +336,6 @@ def parse_pair(row: dict, where: str):
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
-
 
 class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids: with an answer's, a key of the cache
@@ -366,7 +362,6 @@ def groups(rows: list[Row]) -> list:
 
 
 # ---- Models: the same in dpo.py, kto.py and rloo.py -----------------------------------------------------------------
-
 
 def find_folder(name: str) -> str:
     """The folder of a checkpoint: `name` itself, or that of a hub model, fetched if it is not there yet."""
@@ -402,6 +397,14 @@ def load_tokenizer(folder: str):
         longest = context_length(AutoConfig.from_pretrained(base, trust_remote_code=False))
         own = (Path(folder) / "tokenizer_config.json").exists()
         return AutoTokenizer.from_pretrained(folder if own else base, trust_remote_code=False), longest
+
+
+def check_tokenizer(folders: dict[str, str], tokenizer):
+    """Raises BadInput if the reference's token ids mean something else than the policy's."""
+    other = folders["ref_model"]
+    if other != folders["model"] and (Path(other) / "tokenizer_config.json").exists():
+        if tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer):
+            raise BadInput(f"{other} has another tokenizer than the policy: name another --ref_model")
 
 
 def from_checkpoint(kind, folder: str):
@@ -501,7 +504,6 @@ def load_function(spec: str) -> Callable:
 
 # ---- Cached reference and answers: the same in dpo.py and kto.py ----------------------------------------------------
 
-
 def fill_cache(folder: str, tokenizer, groups: list, device: str, args) -> ReferenceCache:
     """The reference's log-probs of all groups: from the file, and for the rest from the model, which is then gone."""
     cache = ReferenceCache(reference=digest_of(folder), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
@@ -549,7 +551,6 @@ def answer(policy, tokenizer, held: list, score: Callable | None, step: int, arg
 
 
 # ---- Flags, order, files of a run: the same in dpo.py, kto.py and rloo.py -------------------------------------------
-
 
 MAY_BE_0 = {"lr", "weight_decay", "samples", "eval_size", "warmup", "seed", "lora_dropout", "label_smoothing",
             "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k"}
@@ -755,17 +756,17 @@ def command_line(args):
     """Runs main(). What a person can mend is one sentence on stderr and an exit code, not a traceback."""
     try:
         main(args)
-    except (BadInput, Stopped, KeyboardInterrupt, OSError, RuntimeError, MemoryError) as error:
-        advice = ": lower --tokens_per_forward, or add --gradient_checkpointing" if out_of_memory(error) else ""
-        if type(error) in (RuntimeError, KeyError) and not advice:
+    except (Exception, KeyboardInterrupt) as error:
+        sentence = str(error) if isinstance(error, (BadInput, Stopped)) else one_line(error)
+        if out_of_memory(error):
+            sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
+        elif not isinstance(error, (BadInput, Stopped, OSError, KeyboardInterrupt)):
             raise
-        message = [f"{Path(sys.argv[0]).name}: {one_line(error)}{advice}", *getattr(error, "__notes__", ())]
-        print("; ".join(message), file=sys.stderr)
-        sys.exit(2 if isinstance(error, BadInput) else 130 if isinstance(error, KeyboardInterrupt) else 1)
+        print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        sys.exit({BadInput: 2, KeyboardInterrupt: 130}.get(type(error), 1))
 
 
 # ---- Training -------------------------------------------------------------------------------------------------------
-
 
 def measure(policy, rows: list[Row], known, args: Args) -> Batch:
     """What the losses see of some rows. `known` maps (prompt, answer) to the reference's log-probs; None is 0."""
@@ -831,6 +832,7 @@ def main(args: Args) -> list[dict]:
     folders = {name: find_folder(vars(args)[name]) for name in ("model", "ref_model")}
     score = load_function(args.score) if args.score else None
     tokenizer, longest = load_tokenizer(folders["model"])
+    check_tokenizer(folders, tokenizer)
     max_length = min(args.max_length, longest)
     train = load_rows(args.data, tokenizer, max_length, args)
     if args.eval_data:
@@ -876,6 +878,7 @@ def main(args: Args) -> list[dict]:
         bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)
         try:
             for step in bar:
+                tick = time.monotonic()
                 set_seed(int(generator(args.seed, "step", step).integers(2**32)))  # a resumed run needs no saved state
                 rows = batch_rows(step, train, batch_size, args.seed)
                 first = step - (step - 1) % window
@@ -888,8 +891,8 @@ def main(args: Args) -> list[dict]:
                 tokens += sum(len(row.prompt) + len(row.chosen) + len(row.rejected) for row in rows)
                 values = {"step": step, **metrics(batch, args), "grad_norm": grad_norm,
                           "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
-                if not all(map(math.isfinite, values.values())):
-                    raise Stopped(f"step {step} is not finite ({values}): lower --lr, or look at its rows")
+                if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
+                    raise Stopped(f"step {step}: {', '.join(wrong)}: lower --lr, or look at its rows")
                 if step == 1 and reference is not None and not args.lora_dropout and args.ref_model == args.model:
                     check_agreement(torch.cat([batch.ratio_w / batch.len_w, batch.ratio_l / batch.len_l]), args.dtype)
                     print(f"step 0: margin {values['rewards/margins']:.1e}, loss {values['loss']:.4f} (ln 2 is 0.6931)")
@@ -911,7 +914,9 @@ def main(args: Args) -> list[dict]:
                 if step == steps or args.eval_every and step % args.eval_every == 0:
                     values |= evaluate(policy, held, reference, args)
                 log.write(values, answers)
-                bar.set_postfix_str(f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}")
+                speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
+                shown = f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}"
+                bar.set_postfix_str(f"{shown}, {speed:,.0f} tokens/s")
                 done = step
                 if step % args.save_every == 0 or step == steps or signals:
                     save_checkpoint(out, step, identity, **changing)

@@ -215,7 +215,6 @@ def probe(core, lay_out: Callable, head: tuple, dtype: str = "float32") -> float
 
 # ---- Log-probs ------------------------------------------------------------------------------------------------------
 
-
 def completion_logprobs(model, groups: list[Group], tokens_per_forward=16384, dtype="float32",
                         temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it), for each token of each completion; differentiable.
@@ -355,7 +354,6 @@ def one_line(error: BaseException) -> str:
 
 
 # ---- The frozen reference: as a dictionary, or as weights that are swapped in ---------------------------------------
-
 
 class ReferenceCache(Mapping):
     """(prompt_ids, completion_ids) -> float32 array (len(completion),): token log-probs under a frozen reference.

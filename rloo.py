@@ -127,10 +127,9 @@ from typeguard import check_type  # noqa: E402  comes with tyro
 from refcache import (  # noqa: E402
     BadInput, Swap, autocast, base_model, check_agreement, checkpoint_digest, completion_logprobs, context_length,
     eval_mode, log_ratios, micro_batches, one_line, out_of_memory, pack, reference_logprobs, share_prompts,
-    shares_prompts, write_whole)
+    shares_prompts, tokenizer_digest, write_whole)
 
 # ---- The loss -------------------------------------------------------------------------------------------------------
-
 
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
     """(B, k) -> (B, k): each reward minus the mean of its siblings'. NaN is a sample that is left out: it has no
@@ -148,7 +147,6 @@ def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Te
 
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py -------------------------------------------------------------------
-
 
 class Skip(ValueError):
     """A row that is left out and counted. The message says why."""
@@ -260,7 +258,6 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
 
-
 class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     row: dict  # as it stands in the file: the prompt, and columns for the reward
@@ -272,7 +269,6 @@ def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
 
 
 # ---- Models: the same in dpo.py, kto.py and rloo.py -----------------------------------------------------------------
-
 
 def find_folder(name: str) -> str:
     """The folder of a checkpoint: `name` itself, or that of a hub model, fetched if it is not there yet."""
@@ -308,6 +304,14 @@ def load_tokenizer(folder: str):
         longest = context_length(AutoConfig.from_pretrained(base, trust_remote_code=False))
         own = (Path(folder) / "tokenizer_config.json").exists()
         return AutoTokenizer.from_pretrained(folder if own else base, trust_remote_code=False), longest
+
+
+def check_tokenizer(folders: dict[str, str], tokenizer):
+    """Raises BadInput if the reference's token ids mean something else than the policy's."""
+    other = folders["ref_model"]
+    if other != folders["model"] and (Path(other) / "tokenizer_config.json").exists():
+        if tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer):
+            raise BadInput(f"{other} has another tokenizer than the policy: name another --ref_model")
 
 
 def from_checkpoint(kind, folder: str):
@@ -407,7 +411,6 @@ def load_function(spec: str) -> Callable:
 
 # ---- Rollouts -------------------------------------------------------------------------------------------------------
 
-
 class Rollout(NamedTuple):
     groups: list  # [(prompt, [y_1 .. y_k]), ..]: token ids, a sample with its stop token
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
@@ -496,7 +499,6 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_
 
 # ---- Rewards --------------------------------------------------------------------------------------------------------
 
-
 class RewardModel:
     """A sequence classifier with one output, as a reward function. Between its calls it waits on the CPU."""
 
@@ -572,7 +574,6 @@ def judge(drawn: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) ->
 
 
 # ---- Flags, order, files of a run: the same in dpo.py, kto.py and rloo.py -------------------------------------------
-
 
 MAY_BE_0 = {"lr", "weight_decay", "samples", "eval_size", "warmup", "seed", "lora_dropout", "label_smoothing",
             "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k"}
@@ -778,17 +779,17 @@ def command_line(args):
     """Runs main(). What a person can mend is one sentence on stderr and an exit code, not a traceback."""
     try:
         main(args)
-    except (BadInput, Stopped, KeyboardInterrupt, OSError, RuntimeError, MemoryError) as error:
-        advice = ": lower --tokens_per_forward, or add --gradient_checkpointing" if out_of_memory(error) else ""
-        if type(error) in (RuntimeError, KeyError) and not advice:
+    except (Exception, KeyboardInterrupt) as error:
+        sentence = str(error) if isinstance(error, (BadInput, Stopped)) else one_line(error)
+        if out_of_memory(error):
+            sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
+        elif not isinstance(error, (BadInput, Stopped, OSError, KeyboardInterrupt)):
             raise
-        message = [f"{Path(sys.argv[0]).name}: {one_line(error)}{advice}", *getattr(error, "__notes__", ())]
-        print("; ".join(message), file=sys.stderr)
-        sys.exit(2 if isinstance(error, BadInput) else 130 if isinstance(error, KeyboardInterrupt) else 1)
+        print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        sys.exit({BadInput: 2, KeyboardInterrupt: 130}.get(type(error), 1))
 
 
 # ---- Training -------------------------------------------------------------------------------------------------------
-
 
 class Samples(NamedTuple):
     """The samples of a step, (B, k) each. The first update fills in what its one forward tells."""
@@ -880,6 +881,7 @@ def main(args: Args) -> list[dict]:
     functions = load_rewards(folders, device, args)
     judges = functions + ([("--score", load_function(args.score), 0.0)] if args.score else [])  # of held-out answers
     tokenizer, longest = load_tokenizer(folders["model"])
+    check_tokenizer(folders, tokenizer)
     max_length = min(args.max_length, longest) - args.max_new_tokens  # of a prompt
     train = load_rows(args.data, tokenizer, max_length, args)
     if args.eval_data:
@@ -918,6 +920,7 @@ def main(args: Args) -> list[dict]:
         bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)
         try:
             for step in bar:
+                tick = time.monotonic()
                 set_seed(int(generator(args.seed, "step", step).integers(2**32)))  # a resumed run needs no saved state
                 rows = batch_rows(step, train, batch_size, args.seed)
                 drawn = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
@@ -933,8 +936,8 @@ def main(args: Args) -> list[dict]:
                     values = metrics(drawn, rewards, samples.ratio if args.beta else None)
                     values = {"step": step, **values, **means, **losses, "grad_norm": grad_norm,
                               "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
-                    if not all(map(math.isfinite, values.values())):
-                        raise Stopped(f"step {step} is not finite ({values}): lower --lr, or look at its rows")
+                    if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
+                        raise Stopped(f"step {step}: {', '.join(wrong)}: lower --lr, or look at its rows")
                     if update == 0 and done == state["step"]:
                         check_start(drawn, samples, step, args)
                     done = None  # until the log is written the weights belong to no step
@@ -952,7 +955,9 @@ def main(args: Args) -> list[dict]:
                     values |= scored
                     lines = [{"step": step, "held_out": True, **line} for line in answers] + lines
                 log.write(values, lines)
-                bar.set_postfix_str(f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}")
+                speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
+                shown = f"reward {values.get('reward', math.nan):.3f}, kl {values.get('kl', math.nan):.4f}"
+                bar.set_postfix_str(f"{shown}, {speed:,.0f} tokens/s")
                 done = step
                 if step % args.save_every == 0 or step == steps or signals:
                     save_checkpoint(out, step, identity, **changing)

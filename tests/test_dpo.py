@@ -1,596 +1,572 @@
-"""dpo.py from end to end: what it learns, what it writes, what changes nothing, and what it refuses."""
+"""dpo.py from end to end: what it learns and writes, what changes memory only, its reference, and what it refuses."""
+import gc
 import json
 import math
 import shutil
-import subprocess
 import sys
+import weakref
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from models import SMALL
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dpo
-import refcache
 from dpo import Args, batch_rows, lr_factor
-from refcache import BadInput, Diverged, encode, load_tokenizer
+from refcache import BadInput, ReferenceCache, completion_logprobs, tokenizer_digest
 
 ROOT = Path(dpo.__file__).parent
 MODEL = str(ROOT / "demo/model")
-ROWS = [json.loads(line) for line in open(ROOT / "demo/pairs.jsonl")][:48]
-TOKENIZER, CONTEXT = load_tokenizer(MODEL)
-LOAD = refcache.load_model
-
-
-def main(args):
-    """Again and again into one folder, which a finished run would otherwise keep for itself."""
-    (Path(args.out) / "finished.json").unlink(missing_ok=True)
-    return dpo.main(args)
+ROWS = [json.loads(line) for line in (ROOT / "demo/pairs.jsonl").open().readlines()[:24]]
+TOKENIZER = AutoTokenizer.from_pretrained(MODEL)
 
 
 def write(path, rows):
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    path.write_text("\n".join(map(json.dumps, rows)))
     return str(path)
 
 
-@pytest.fixture
-def args(tmp_path):
-    """A run of three steps."""
-    return Args(model=MODEL, data=write(tmp_path / "train.jsonl", ROWS), eval_data=write(tmp_path / "eval.jsonl", ROWS[:8]),
-                out=str(tmp_path / "out"), steps=3, batch_size=8, lr=1e-3, samples=2, max_new_tokens=4)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Data files, and a cache of the reference that all runs share."""
+    folder = tmp_path_factory.mktemp("dpo")
+    write(folder / "train.jsonl", ROWS[:20])
+    write(folder / "eval.jsonl", ROWS[20:])
+    return folder
 
 
-def weights(args):
-    return load_file(Path(args.out) / "model.safetensors")
+@pytest.fixture(scope="module")
+def arguments(folder):
+    """The arguments of a run of three steps, with its own output folder."""
+    def arguments(**changes):
+        arguments.runs += 1
+        flags = dict(model=MODEL, data=str(folder / "train.jsonl"), eval_data=str(folder / "eval.jsonl"), steps=3,
+                     batch_size=4, lr=1e-3, samples=0, out=str(folder / f"out{arguments.runs}"),
+                     ref_cache=str(folder / "shared.pkl"))
+        return Args(**flags | changes)
+    arguments.runs = 0
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def first(arguments):
+    """The first run: it fills its own cache, answers held-out prompts, and counts the models that exist at once."""
+    alive, most, loaded, load = weakref.WeakSet(), [], [], dpo.load_model
+
+    def load_model(folder, *rest, **more):
+        alive.add(model := load(folder, *rest, **more))
+        gc.collect()
+        most.append(len(alive))
+        loaded.append(folder)
+        return model
+
+    args = arguments(ref_cache=None, samples=2, max_new_tokens=4, eval_every=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dpo, "load_model", load_model)
+        history = dpo.main(args)
+    shutil.copy(f"{args.out}/reference_logprobs.pkl", arguments().ref_cache)
+    return SimpleNamespace(args=args, out=Path(args.out), history=history, most=most, loaded=loaded)
+
+
+@pytest.fixture(scope="module")
+def run(arguments, first):
+    """Another run, with the cache of the first one. Returns its arguments and its history."""
+    def run(**changes):
+        args = arguments(**changes)
+        return SimpleNamespace(args=args, out=Path(args.out), history=dpo.main(args))
+    return run
+
+
+def weights(done):
+    return load_file(done.out / "model/model.safetensors")
 
 
 def largest_difference(a, b):
-    return max((a[name] - b[name]).abs().max().item() for name in a)
+    assert a.keys() == b.keys()
+    return max((a[name].float() - b[name].float()).abs().max().item() for name in a)
 
 
-def test_learns_the_demo(tmp_path, capsys):
-    history = main(Args(out=str(tmp_path), epochs=1.0))
+def pairs_of(args):
+    return [dpo.load_rows(source, TOKENIZER, 256, args) for source in (args.data, args.eval_data)]
+
+
+# ---- A run, and what it leaves -----------------------------------------------------------------------------------------
+
+
+def test_learns_the_demo(tmp_path):
+    history = dpo.main(Args(out=str(tmp_path / "out"), steps=16, samples=32, max_new_tokens=32))
     assert history[0]["eval_rewards/accuracies"] == 0.5 and history[-1]["eval_rewards/accuracies"] > 0.9
-    scores = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("eval_score")).split()
-    assert float(scores[-2]) < 0.45 and float(scores[-1]) > 0.9
+    assert history[0]["eval_score"] < 0.5 < 0.7 < history[-1]["eval_score"]
 
 
-def test_step_0_is_ln_2_and_says_so(args, capsys):
-    history = main(args)
-    assert history[1]["loss"] == pytest.approx(math.log(2), abs=1e-5) and abs(history[1]["rewards/margins"]) < 1e-5
-    assert history[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-5) and history[1]["rewards/accuracies"] == 0.5
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("step 0"))
-    assert float(line.split("at most ")[1].split()[0]) < 1e-4 and "ln 2 = 0.6931" in line
+def test_step_0_is_ln_2(first):
+    for values in (first.history[0]["eval_loss"], first.history[1]["loss"]):
+        assert values == pytest.approx(math.log(2), abs=1e-5)
+    assert abs(first.history[1]["rewards/margins"]) < 1e-5 and first.history[1]["rewards/accuracies"] == 0.5
+    assert first.history[0]["eval_rewards/accuracies"] == 0.5
 
 
-def test_writes_a_model_that_loads_and_metrics_that_parse(args):
-    history = main(args)
-    out = Path(args.out)
-    assert {f.name for f in out.iterdir()} >= {"model.safetensors", "config.json", "tokenizer.json", "args.json", "metrics.jsonl",
-                                               "reference_logprobs.pkl", "chat_template.jinja", "generation_config.json"}
-    assert not [f for f in out.iterdir() if f.name.startswith(".")]
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
-    assert model.config._attn_implementation == "sdpa" and tokenizer.chat_template == TOKENIZER.chat_template
-    lines = [json.loads(line) for line in open(out / "metrics.jsonl")]
-    assert lines == history and [line["step"] for line in lines] == [0, 1, 2, 3]
-    assert {"loss", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
-            "grad_norm", "lr", "num_tokens", "eval_loss", "eval_rewards/accuracies"} <= set(lines[3])
-    assert json.loads((out / "args.json").read_text())["lr"] == 1e-3
-    seconds = [json.loads(line) for line in open(out / "seconds.jsonl")]
-    assert [list(line) for line in seconds] == [["step", "reference", "update"]] * 3 and all(0 < line["update"] < 60 for line in seconds)
+def test_files_of_a_finished_run(first):
+    cache = {"reference_logprobs.pkl", "reference_logprobs.pkl.lock"}
+    names = {"model", "metrics.jsonl", "samples.jsonl", "args.json", "checkpoint.pt", ".lock"} | cache
+    assert {file.name for file in first.out.iterdir()} == names
+    assert [json.loads(line) for line in open(first.out / "metrics.jsonl")] == first.history
+    assert [values["step"] for values in first.history] == [0, 1, 2, 3]
+    assert json.loads((first.out / "args.json").read_text())["lr"] == 1e-3
+    samples = [json.loads(line) for line in open(first.out / "samples.jsonl")]
+    assert [sample["step"] for sample in samples] == [0, 0, 3, 3] and all(sample["held_out"] for sample in samples)
+    assert [sample["prompt"] for sample in samples] == [row["prompt"] for row in ROWS[20:22]] * 2
+    assert (first.out / "checkpoint.pt").stat().st_size < 100_000, "a finished run keeps no weights in its checkpoint"
 
 
-def test_every_metric_is_explained_at_the_head_of_the_script(args):
-    names = {name.removeprefix("eval_") for values in main(args) for name in values} - {"step"}
+def test_saved_model_loads_with_its_tokenizer(first):
+    model = AutoModelForCausalLM.from_pretrained(first.out / "model")
+    assert model.config._attn_implementation == "sdpa" and model.generation_config.eos_token_id == 3
+    assert model.config.eos_token_id == 3
+    assert AutoTokenizer.from_pretrained(first.out / "model").chat_template == TOKENIZER.chat_template
+
+
+def test_every_metric_is_explained_in_the_docstring(first, run):
+    more = run(humanline=(-1.0, 1.5), ref="swap", steps=1, ref_cache=None)
+    names = {name.removeprefix("eval_") for values in first.history + more.history for name in values} - {"step"}
     assert not [name for name in names if name not in dpo.__doc__]
 
 
-def test_lr_zero_changes_nothing(args):
-    history = main(replace(args, lr=0.0))
-    before = load_file(Path(MODEL) / "model.safetensors")
-    assert largest_difference(weights(args), before) == 0 and history[-1]["eval_loss"] == history[0]["eval_loss"]
+def test_evaluation_takes_place_before_after_and_every_few_steps(first):
+    assert ["eval_loss" in values for values in first.history] == [True, False, True, True]
 
 
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "aot", "aot_unpaired", "simpo"])
-def test_tokens_per_forward_changes_memory_only(args, loss):
-    one = main(replace(args, loss=loss, tokens_per_forward=100_000))
-    first = weights(args)
-    many = main(replace(args, loss=loss, tokens_per_forward=90, sft_weight=0.0))
-    assert largest_difference(first, weights(args)) < 2e-5
-    assert all(a[name] == pytest.approx(b[name], abs=1e-4, rel=1e-4) for a, b in zip(one, many) for name in a)
+def test_num_tokens_counts_every_prompt_once(first):
+    train, _ = pairs_of(first.args)
+    seen = [row for step in (1, 2) for row in batch_rows(step, train, 4, 0)]
+    assert first.history[2]["num_tokens"] == sum(len(p.prompt) + len(p.chosen) + len(p.rejected) for p in seen)
 
 
-def test_gradient_checkpointing_changes_memory_only(args):
-    main(args)
-    plain = weights(args)
-    main(replace(args, gradient_checkpointing=True))
-    assert largest_difference(plain, weights(args)) < 1e-6
+@pytest.mark.parametrize("save_dtype", ["float32", "bfloat16"])
+def test_reported_numbers_are_those_of_the_saved_model(first, run, save_dtype):
+    done = first if save_dtype == "float32" else run(save_dtype=save_dtype)
+    assert {p.dtype for p in weights(done).values()} == {getattr(torch, save_dtype)}
+    policy = dpo.load_model(str(done.out / "model"), "cpu", replace(done.args, dtype="float32"))
+    known, (_, held) = ReferenceCache(), pairs_of(done.args)
+    known.score(AutoModelForCausalLM.from_pretrained(MODEL), dpo.groups(held))
+    values = dpo.evaluate(policy, held, known, replace(done.args, dtype="float32"))
+    assert values == pytest.approx({name: done.history[-1][name] for name in values}, abs=2e-5, rel=1e-5)
+    assert abs(values["eval_rewards/margins"]) > 1e-3
 
 
-def test_same_seed_same_weights_bitwise_and_another_seed_others(args):
-    main(args)
-    first = weights(args)
-    main(args)
-    assert largest_difference(first, weights(args)) == 0
-    main(replace(args, seed=1))
-    assert largest_difference(first, weights(args)) > 0
+def test_same_seed_same_bits(first, run):
+    again = run()
+    assert largest_difference(weights(first), weights(again)) == 0
+    assert [values["loss"] for values in first.history] == [values["loss"] for values in again.history] \
+        if "loss" in first.history[0] else first.history[1:3] != []
+    assert first.history[-1] == again.history[-1]
 
 
-def test_cached_run_equals_a_run_with_the_reference_beside_it(args):
-    """By hand: two models in memory, one forward a sequence, the loss as in the paper."""
-    history = main(args)
+def test_another_seed_gives_other_weights(first, run):
+    assert largest_difference(weights(first), weights(run(seed=1))) > 1e-5
+
+
+def test_lr_zero_changes_nothing(run):
+    done = run(lr=0.0)
+    assert largest_difference(weights(done), load_file(Path(MODEL) / "model.safetensors")) == 0
+    assert done.history[-1]["eval_loss"] == done.history[0]["eval_loss"]
+
+
+@pytest.mark.parametrize("changes", [dict(tokens_per_forward=90), dict(gradient_checkpointing=True)], ids=lambda x: [*x][0])
+def test_memory_knobs_change_memory_only(first, run, changes):
+    done = run(eval_every=2, **changes)
+    assert largest_difference(weights(first), weights(done)) < 2e-5
+    for one, other in zip(first.history, done.history):
+        assert one == pytest.approx(other, abs=1e-4, rel=1e-4)
+
+
+def test_cached_run_equals_a_slow_loop_with_two_models(first):
+    """One forward per sequence, the loss as in the paper."""
     policy, reference = (AutoModelForCausalLM.from_pretrained(MODEL) for _ in range(2))
-    pairs = dpo.load_rows(args.data, TOKENIZER, 1024, args)
+    train, _ = pairs_of(first.args)
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
+
+    def log_ratio(prompt, y):
+        def logp(model):
+            logits = model(torch.tensor([prompt + y])).logits[0, len(prompt) - 1:-1]
+            return logits.log_softmax(-1).gather(1, torch.tensor(y)[:, None]).sum()
+        with torch.no_grad():
+            ref = logp(reference)
+        return logp(policy) - ref
+
     for step in (1, 2, 3):
-        optimizer.param_groups[0]["lr"] = args.lr * lr_factor(step, 3, args.warmup, args.schedule)
-        loss = 0
-        for i in batch_rows(step, len(pairs), 8, 0):
-            def log_ratio(y):
-                def logp(model):
-                    ids = torch.tensor([pairs[i].prompt + y])
-                    return model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[len(pairs[i].prompt) - 1:].sum()
-                with torch.no_grad(): ref = logp(reference)
-                return logp(policy) - ref
-            loss = loss - torch.nn.functional.logsigmoid(0.1 * (log_ratio(pairs[i].chosen) - log_ratio(pairs[i].rejected))) / 8
-        assert loss.item() == pytest.approx(history[step]["loss"], abs=1e-5)
+        optimizer.param_groups[0]["lr"] = 1e-3 * lr_factor(step, 3, 0.1, "linear")
+        losses = [-torch.nn.functional.logsigmoid(0.1 * (log_ratio(pair.prompt, pair.chosen) - log_ratio(pair.prompt, pair.rejected)))
+                  for pair in batch_rows(step, train, 4, 0)]
+        loss = torch.stack(losses).mean()
+        assert loss.item() == pytest.approx(first.history[step]["loss"], abs=1e-5)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        assert grad_norm.item() == pytest.approx(first.history[step]["grad_norm"], rel=1e-3)
         optimizer.step()
-    assert largest_difference(dict(policy.named_parameters()), {n: p for n, p in weights(args).items()}) < 1e-4
+    assert largest_difference(dict(policy.named_parameters()), weights(first)) < 1e-4
 
 
-def test_a_complete_cache_never_loads_the_reference(args, monkeypatch):
-    main(args)
-    loaded = []
-    monkeypatch.setattr(refcache, "load_model", lambda *a, real=refcache.load_model, **k: loaded.append(a) or real(*a, **k))
-    main(replace(args, lr=5e-4, seed=3))  # other settings, the same reference
-    assert len(loaded) == 1
+def test_bfloat16_forwards_train_weights_in_float32(run):
+    done = run(dtype="bfloat16", ref_cache=None, steps=1)
+    assert done.history[1]["loss"] == pytest.approx(math.log(2), abs=0.02)
+    assert {p.dtype for p in weights(done).values()} == {torch.float32}
 
 
-def test_never_two_models_in_memory(args, monkeypatch):
-    import weakref
-    alive, most = weakref.WeakSet(), []
-    def load(*a, real=refcache.load_model, **k):
-        alive.add(model := real(*a, **k))
-        most.append(len(alive))
-        return model
-    monkeypatch.setattr(refcache, "load_model", load)
-    main(args)
-    assert most == [1, 1]
+def test_loss_flags_reach_the_run(run, folder):
+    """Several losses, one of which reads the data's rewards: (0 − 2 (1 − 0.25))² · 0.5 + ln 2 at the reference."""
+    rows = [dict(row, chosen_reward=1.0, rejected_reward=0.25) for row in ROWS]
+    files = dict(data=write(folder / "scored.jsonl", rows[:20]), eval_data=write(folder / "scored_eval.jsonl", rows[20:]))
+    done = run(**files, loss=("rpo_sq", "sigmoid"), loss_weights=(0.5, 1.0), rpo_eta=2.0, steps=1)
+    assert done.history[1]["loss"] == pytest.approx(0.5 * 1.5 ** 2 + math.log(2), abs=1e-4)
 
 
-def test_simpo_and_ref_none_load_no_reference(args, monkeypatch):
-    for changes in (dict(loss="simpo"), dict(ref="none")):
-        loaded = []
-        monkeypatch.setattr(refcache, "load_model", lambda *a, real=LOAD, **k: loaded.append(a) or real(*a, **k))
-        main(replace(args, **changes))
-        assert len(loaded) == 1 and not (Path(args.out) / "reference_logprobs.pkl").exists()
+@pytest.mark.parametrize("model_type, config", [
+    ("opt", dict(dropout=0.5, ffn_dim=64, word_embed_proj_dim=32)), ("falcon", dict(hidden_dropout=0.5, attention_dropout=0.5))])
+def test_dropout_in_the_config_is_off_also_with_gradient_checkpointing(tmp_path, model_type, config):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SMALL | config)).save_pretrained(tmp_path / "model")
+    groups, logps = [((5, 9, 33), [(60, 12, 7), (90, 41)])], []
+    for checkpointing in (True, True, False):
+        args = Args(dtype="float32", gradient_checkpointing=checkpointing)
+        policy = dpo.load_model(str(tmp_path / "model"), "cpu", args, trains=True)
+        logps.append(torch.cat(completion_logprobs(policy, groups)[0]))
+        logps[-1].sum().backward()
+    assert logps[0].equal(logps[1]) and torch.allclose(logps[0], logps[2], atol=1e-5)
 
 
-def test_another_reference_model_is_used(args, tmp_path, capsys):
+# ---- The reference -----------------------------------------------------------------------------------------------------
+
+
+def test_never_two_models_in_memory(first):
+    assert first.most == [1, 1] and first.loaded == [MODEL, MODEL]
+
+
+def test_a_complete_cache_never_loads_the_reference(run, monkeypatch):
+    loaded, load = [], dpo.load_model
+    monkeypatch.setattr(dpo, "load_model", lambda *rest, **more: loaded.append(more) or load(*rest, **more))
+    run(lr=5e-4, seed=3, steps=1)  # other settings, the same reference
+    assert loaded == [dict(trains=True)]
+
+
+def test_a_complete_cache_is_read_and_not_written(run):
+    path = Path(run(steps=1).args.ref_cache)
+    before = path.stat()
+    run(steps=1)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("changes", [dict(ref="none"), dict(loss=("simpo",)), dict(loss=("simpo", "sft"))])
+def test_runs_without_a_reference_load_none_and_cache_none(run, monkeypatch, changes):
+    loaded, load = [], dpo.load_model
+    monkeypatch.setattr(dpo, "load_model", lambda *rest, **more: loaded.append(more) or load(*rest, **more))
+    done = run(**changes, ref_cache=None, steps=1)
+    assert loaded == [dict(trains=True)] and not list(done.out.glob("*.pkl"))
+    assert done.history[1]["rewards/chosen"] < -0.01, "the log-ratios are the log-probs"
+
+
+def test_another_reference_model_is_used_and_its_cache_is_its_own(run, tmp_path, capsys):
     shutil.copytree(MODEL, tmp_path / "other")
     state = load_file(tmp_path / "other/model.safetensors")
     save_file({k: v * 1.05 for k, v in state.items()}, tmp_path / "other/model.safetensors", metadata={"format": "pt"})
-    history = main(replace(args, ref_model=str(tmp_path / "other")))
-    assert abs(history[1]["rewards/margins"]) > 1e-4 and "step 0" not in capsys.readouterr().out
-    with pytest.raises(BadInput, match="reference_logprobs.pkl was made with reference"):
-        main(args)  # its cache, in the same folder, is not this run's
-
-
-def test_a_complete_cache_is_read_and_not_written(args, tmp_path):
-    main(args)
-    shared = tmp_path / "shared.pkl"
-    shutil.copy(Path(args.out) / "reference_logprobs.pkl", shared)
-    before = shared.stat()
-    main(replace(args, ref_cache=str(shared), out=str(tmp_path / "again")))
-    assert (shared.stat().st_ino, shared.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
-
-
-def test_a_cache_that_lies_stops_the_run_at_step_0(args):
-    main(args)
-    path = Path(args.out) / "reference_logprobs.pkl"
-    cache = refcache.ReferenceCache()
-    cache.load(path)
-    cache.header = json.loads(json.dumps(dict(cache.header, **{k: json.loads(refcache.pickle.loads(path.read_bytes())["header"])[k]
-                                                               for k in ("reference", "tokenizer", "dtype")})))
-    cache._logps = {key: (np.frombuffer(value, np.float32) + 0.1).tobytes() for key, value in cache._logps.items()}
-    path.unlink()
-    cache.save(path)
-    with pytest.raises(Diverged, match="step 0"):
-        main(args)
-
-
-def test_nan_loss_stops_with_the_step_and_keeps_what_was_there(args):
-    main(args)
-    kept = weights(args)
-    with pytest.raises(Diverged, match=r"step [23]: .*loss is nan"):
-        main(replace(args, lr=1e30, warmup=0.0, max_grad_norm=1e30))
-    assert largest_difference(kept, weights(args)) == 0
-    assert [json.loads(line)["step"] for line in open(Path(args.out) / "metrics.jsonl")][:2] == [0, 1]
-
-
-def test_bfloat16_trains_and_the_weights_stay_float32(args):
-    history = main(replace(args, dtype="bfloat16"))
-    assert history[1]["loss"] == pytest.approx(math.log(2), abs=0.02) and weights(args)["model.norm.weight"].dtype == torch.float32
-
-
-def test_a_bfloat16_checkpoint_is_saved_as_one(args, tmp_path):
-    AutoModelForCausalLM.from_pretrained(MODEL).bfloat16().save_pretrained(tmp_path / "half")
-    TOKENIZER.save_pretrained(tmp_path / "half")
-    main(replace(args, model=str(tmp_path / "half")))
-    assert weights(args)["model.norm.weight"].dtype == torch.bfloat16
-    assert AutoModelForCausalLM.from_pretrained(args.out).dtype == torch.bfloat16
-
-
-def test_eval_every_and_held_out_rows_of_the_data(args):
-    history = main(replace(args, eval_data=None, eval_size=4, eval_every=2, samples=4))
-    assert ["eval_loss" in values for values in history] == [True, False, True, True]
-
-
-def test_held_out_prompts_are_not_trained_on():
-    rows = [SimpleNamespace(prompt=(i % 30,)) for i in range(90)]
-    train, held = dpo.hold_out(rows, 128, seed=0)
-    assert len(train) + len(held) == 90 and len(held) == 9
-    assert not {row.prompt for row in train} & {row.prompt for row in held}
-
-
-def test_tensorboard_gets_the_metrics(args, monkeypatch):
-    written, purged = [], []
-    writer = SimpleNamespace(add_scalar=lambda *a: written.append(a), close=lambda: None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda folder, purge_step: purged.append(purge_step) or writer))
-    calls = []
-    def step(self, original=torch.optim.AdamW.step):
-        calls.append(1)
-        if len(calls) == 3: raise KeyboardInterrupt
-        return original(self)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(torch.optim.AdamW, "step", step)
-        main(replace(args, tensorboard=True, save_every=2))
-    main(replace(args, tensorboard=True, save_every=2))
-    assert {"update", "reference"} <= {name for name, _, _ in written}
-    assert purged == [None, 3], "the board forgets what a killed run wrote after its checkpoint"
-    assert ("loss" in {name for name, _, _ in written}) and {step for _, _, step in written} == {0, 1, 2, 3}
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(BadInput, match="pip install tensorboard"):
-        main(replace(args, tensorboard=True))
-
-
-# --- data -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_held_out_split_differs_by_seed():
-    rows = [SimpleNamespace(prompt=(i,)) for i in range(100)]
-    assert dpo.hold_out(rows, 5, 0)[1] != dpo.hold_out(rows, 5, 1)[1]
-
-
-def test_batches_are_a_function_of_seed_and_epoch():
-    epochs = [[i for step in range(1, 11) for i in batch_rows(step, 10, 3, seed)] for seed in (0, 0, 1)]
-    assert epochs[0] == epochs[1] != epochs[2]
-    for epoch in range(3):
-        assert sorted(epochs[0][10 * epoch:10 * epoch + 10]) == list(range(10))
-    assert epochs[0][:10] != epochs[0][10:20]
-
-
-def test_learning_rate_rises_and_falls():
-    assert [lr_factor(s, 10, 0.2, "linear") for s in range(1, 11)] == pytest.approx([0.5, 1, *(x / 9 for x in range(8, 0, -1))][:10], abs=0.13)
-    for schedule in ("linear", "cosine", "constant"):
-        factors = [lr_factor(s, 20, 0.25, schedule) for s in range(1, 21)]
-        assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]) and all(0 < f <= 1 for f in factors)
-        assert factors[5:] == sorted(factors[5:], reverse=True) and (factors[-1] == 1) == (schedule == "constant")
-    assert lr_factor(1, 1, 0.0, "cosine") == 1
-
-
-def pairs_of(tmp_path, rows, **changes):
-    return dpo.load_rows(write(tmp_path / "rows.jsonl", rows), TOKENIZER, changes.pop("limit", 1024), Args(**changes))
-
-
-def test_chat_ends_as_the_template_ends_it_and_strings_with_eos(tmp_path):
-    chat, plain = pairs_of(tmp_path, [ROWS[0], dict(prompt="The tea", chosen=" was warm.", rejected=" was bad.<|end|>")])
-    text = TOKENIZER.apply_chat_template(ROWS[0]["prompt"] + ROWS[0]["chosen"], tokenize=False)
-    assert TOKENIZER.decode(chat.prompt + chat.chosen) == text and text.endswith("<|end|>")
-    assert TOKENIZER.decode(chat.prompt) == TOKENIZER.apply_chat_template(ROWS[0]["prompt"], tokenize=False, add_generation_prompt=True)
-    assert TOKENIZER.decode(plain.prompt + plain.chosen) == "The tea was warm.<|end|>"
-    assert TOKENIZER.decode(plain.prompt + plain.rejected) == "The tea was bad.<|end|>"
-
-
-def test_pairs_without_a_prompt_share_a_prefix(tmp_path):
-    with_prompt = [dict(prompt="How was it? It", chosen=" was fine.", rejected=" stank."), dict(ROWS[0])]
-    without = [dict(chosen="How was it? It was fine.", rejected="How was it? It stank."),
-               {"chosen": ROWS[0]["prompt"] + ROWS[0]["chosen"], "rejected": ROWS[0]["prompt"] + ROWS[0]["rejected"]}]
-    for a, b in zip(pairs_of(tmp_path, with_prompt), pairs_of(tmp_path, without)):
-        assert (a.prompt, a.chosen, a.rejected) == (b.prompt, b.chosen, b.rejected)
-
-
-def test_a_bos_token_is_added_once(tmp_path):
-    from tokenizers.processors import TemplateProcessing
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    first = tokenizer.convert_ids_to_tokens(0)
-    tokenizer.bos_token = first
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 0)])
-    plain, chat = encode(tokenizer, write(tmp_path / "r.jsonl", [dict(prompt="The tea", chosen=" was warm.", rejected=" was bad."), ROWS[0]]),
-                         refcache.parse_pair, 1024, False)
-    assert plain[0][0] == 0 and 0 not in plain[0][1:] and 0 not in plain[1][0]
-    assert chat[0] == tuple(TOKENIZER.apply_chat_template(ROWS[0]["prompt"], add_generation_prompt=True, return_dict=False))
-
-
-def test_a_truncated_prompt_keeps_its_bos(tmp_path):
-    from tokenizers.processors import TemplateProcessing
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.bos_token = first = tokenizer.convert_ids_to_tokens(0)
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 0)])
-    path = write(tmp_path / "r.jsonl", [dict(prompt="The tea and the cake and the pie", chosen=" was warm.", rejected=" was bad.")])
-    (whole, *_), = encode(tokenizer, path, refcache.parse_pair, 1024, False)
-    (cut, ys, *_), = encode(tokenizer, path, refcache.parse_pair, 12, True)
-    assert cut[0] == 0 and cut[1:] == whole[-len(cut) + 1:] and len(cut) + max(map(len, ys)) == 12 < len(whole) + max(map(len, ys))
-
-
-def test_overlong_rows_are_dropped_or_truncated_and_counted(tmp_path, capsys):
-    long = dict(ROWS[1], prompt=[{"role": "user", "content": "and so on " * 50}])
-    sizes = [len(p.prompt) + max(len(p.chosen), len(p.rejected)) for p in pairs_of(tmp_path, ROWS)]
-    limit = max(sizes)
-    kept = pairs_of(tmp_path, ROWS + [long], limit=limit)
-    assert len(kept) == len(ROWS)
-    assert f"48 of 49 rows; 1 dropped: longer than {limit} tokens, first {tmp_path}/rows.jsonl line 49" in capsys.readouterr().out
-    cut = pairs_of(tmp_path, ROWS + [long], limit=limit, truncate=True)
-    assert "1 truncated: longer than" in capsys.readouterr().out and len(cut) == 49
-    whole = pairs_of(tmp_path, [long])[0]
-    assert len(cut[-1].prompt) + max(len(cut[-1].chosen), len(cut[-1].rejected)) == limit
-    assert whole.prompt[-len(cut[-1].prompt):] == cut[-1].prompt and (whole.chosen, whole.rejected) == (cut[-1].chosen, cut[-1].rejected)
-    with pytest.raises(BadInput, match="no row fits"):
-        pairs_of(tmp_path, ROWS, limit=5)
-
-
-def test_text_that_melts_at_the_boundary_is_dropped_and_counted(tmp_path, capsys):
-    kept = pairs_of(tmp_path, [dict(prompt="The tea wa", chosen="s warm.", rejected="s bad."), dict(prompt="The tea", chosen=" was", rejected=" is")])
-    assert len(kept) == 1 and "1 dropped because a token spans the end of the prompt" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_formats_hold_the_same(tmp_path, suffix):
-    rows = [dict(prompt=f"The tea, {i}", chosen=' was "warm",\nvery.', rejected=" was bad.") for i in range(3)]
-    path = tmp_path / f"rows.{suffix}"
-    if suffix == "jsonl":
-        path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(map(json.dumps, rows)).encode())  # a BOM, CRLF, an empty line
-    elif suffix == "json":
-        path.write_text(json.dumps(rows))
-    elif suffix == "csv":
-        import csv
-        with open(path, "w", newline="") as f:
-            (writer := csv.DictWriter(f, rows[0])).writeheader()
-            writer.writerows(rows)
-    else:
-        pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(path)
-    assert [p[:3] for p in dpo.load_rows(str(path), TOKENIZER, 1024, Args())] == [p[:3] for p in pairs_of(tmp_path, rows)]
-
-
-def test_hub_datasets_name_their_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(BadInput, match="pip install datasets"):
-        dpo.load_rows("some/dataset", TOKENIZER, 99, Args())
-
-
-def test_hub_datasets_are_loaded_by_name_and_split(monkeypatch):
-    asked = []
-    def load_dataset(name, data_files, split):
-        asked.append((name, data_files, split))
-        return ROWS
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert len(dpo.load_rows("some/dataset:test", TOKENIZER, 1024, Args())) == len(dpo.load_rows("some/dataset", TOKENIZER, 1024, Args())) == 48
-    assert asked == [("some/dataset", None, "test"), ("some/dataset", None, "train")]
-
-
-def test_show_data_marks_what_is_trained(args, capsys):
-    assert main(replace(args, show_data=True)) == []
-    out = capsys.readouterr().out
-    assert ROWS[0]["prompt"][0]["content"] in out and "[<|end|>]" in out and out.count("-->") == 2
-
-
-# --- samples and scores ---------------------------------------------------------------------------------------------
-
-
-def answers_of(args, model=MODEL, **changes):
-    policy = refcache.load_policy(replace(args, model=model, **changes), "cpu")
-    prompts = [pair.prompt for pair in dpo.load_rows(args.data, TOKENIZER, 1024, args)[:40]]
-    return sum(refcache.sample(policy, TOKENIZER, prompts, 1, np.random.default_rng(0), replace(args, dtype="float32", max_new_tokens=12))[0], [])
-
-
-def test_checkpointing_leaves_samples_alone(args):
-    assert answers_of(args) == answers_of(args, gradient_checkpointing=True)
-
-
-def test_samples_come_from_the_model_whatever_its_generation_config_says(args, tmp_path):
-    plain = answers_of(args)
-    shutil.copytree(MODEL, tmp_path / "warped")
-    warp = dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0, no_repeat_ngram_size=1, suppress_tokens=list(range(10, 400)),
-                min_new_tokens=12, max_length=3, eos_token_id=3, pad_token_id=0, do_sample=True)
-    (tmp_path / "warped/generation_config.json").write_text(json.dumps(warp))
-    assert answers_of(args, str(tmp_path / "warped")) == plain and len(set(plain)) > 20
-
-
-def test_no_prompt_is_asked_that_leaves_no_room_for_an_answer_and_it_says_so(args, capsys):
-    assert main(replace(args, max_new_tokens=250))[0].keys() >= {"eval_loss"}
-    assert "2 of 2 held-out prompts get no answer: --max_new_tokens 250 leaves them no room" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("body, words", [
-    ("return [1.0]", "1 scores for 2"), ("return None", "NoneType"), ("return [float('nan')] * 2", "returned nan"), ("raise KeyError('thing')", "KeyError"),
-    ("return ['good', 'bad']", "TypeError"), ("raise SystemExit(0)", "SystemExit")])
-def test_scorers_that_fail_are_named(args, tmp_path, body, words):
-    (tmp_path / "score.py").write_text(f"def rate(prompts, completions, **columns):\n    {body}\n")
-    with pytest.raises(BadInput, match=f"score.py:rate failed.*: .*{words}"):
-        main(replace(args, score=f"{tmp_path}/score.py:rate"))
-
-
-def test_scores_are_logged_and_none_is_left_out(args, tmp_path):
-    (tmp_path / "score.py").write_text("def rate(prompts, completions, thing, **columns):\n    assert len(thing) == 2\n    return [None, 3.0]\nno = 5\n")
-    history = main(replace(args, score=f"{tmp_path}/score.py:rate"))
-    assert history[0]["eval_score"] == history[-1]["eval_score"] == 3.0
-    for spec in ("no", "nothing"):
-        with pytest.raises(BadInput, match="as FILE.py:FUNCTION"):
-            main(replace(args, score=f"{tmp_path}/score.py:{spec}"))
-
-
-# --- files ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_second_run_leaves_nothing_of_the_first_beside_its_model(args, tmp_path):
-    shutil.copytree(MODEL, tmp_path / "two")
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": tokenizer.chat_template}
-    tokenizer.save_pretrained(tmp_path / "two")
-    for _ in range(2):
-        main(replace(args, model=str(tmp_path / "two")))
-    assert list(Path(args.out).glob("additional_chat_templates/*"))
-    main(args)
-    assert not (Path(args.out) / "additional_chat_templates").exists() and not (Path(args.out) / ".saving").exists()
-    AutoModelForCausalLM.from_pretrained(args.out)
-
-
-def test_a_refused_run_leaves_the_last_one_s_files_alone(args):
-    main(args)
-    before = {f.name: f.read_bytes() for f in Path(args.out).iterdir()}
-    for changes in (dict(dtype="bfloat16"), dict(data="nothing.jsonl"), dict(score="nothing.py:f")):
-        with pytest.raises(BadInput):
-            dpo.main(replace(args, **changes))
-    assert {f.name: f.read_bytes() for f in Path(args.out).iterdir()} == before
-
-
-def test_damaged_checkpoints_are_refused(args, tmp_path):
-    for name, content in (("model.safetensors", b""), ("model.safetensors", b"\0" * 99), ("config.json", b"{"), ("model.safetensors", None)):
-        shutil.rmtree(tmp_path / "bad", ignore_errors=True)
-        shutil.copytree(MODEL, tmp_path / "bad")
-        (tmp_path / "bad" / name).write_bytes(content) if content is not None else (tmp_path / "bad" / name).unlink()
-        with pytest.raises(BadInput, match="bad"):
-            main(replace(args, model=str(tmp_path / "bad")))
-    index = tmp_path / "bad/model.safetensors.index.json"
-    for content in ("{", "{}", '{"weight_map": {"a": "nothing.safetensors"}}'):
-        index.write_text(content)
-        with pytest.raises(BadInput, match="bad"):
-            refcache.checkpoint_digest(str(tmp_path / "bad"))
-
-
-def test_a_reference_with_another_tokenizer_is_refused(args, tmp_path):
+    done = run(ref_model=str(tmp_path / "other"), ref_cache=str(tmp_path / "other.pkl"), steps=1)
+    assert abs(done.history[1]["rewards/margins"]) > 1e-4
+    assert "differ by at most" not in capsys.readouterr().out, "policy and reference are not compared"
+    with pytest.raises(BadInput, match="other.pkl is no reference cache of this run .*reference"):
+        run(ref_cache=str(tmp_path / "other.pkl"))
+
+
+def test_a_cache_that_lies_stops_the_run_at_step_0(run, arguments, tmp_path):
+    args, model = arguments(ref_cache=str(tmp_path / "lies.pkl")), AutoModelForCausalLM.from_pretrained(MODEL)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.1)
+    cache = ReferenceCache(reference=dpo.digest_of(MODEL), tokenizer=tokenizer_digest(TOKENIZER), dtype="float32")
+    cache.fill(lambda: model, dpo.groups(sum(pairs_of(args), [])), path=args.ref_cache)
+    with pytest.raises(BadInput, match="policy and reference are the same model, but differ"):
+        dpo.main(args)
+    assert [json.loads(line)["step"] for line in open(f"{args.out}/metrics.jsonl")] == [0]
+    assert not (Path(args.out) / "model").exists()
+
+
+@pytest.mark.parametrize("ref", ["cache", "swap", "live"])
+def test_a_reference_with_another_tokenizer_is_refused(run, tmp_path, ref):
+    """Its token ids mean something else."""
     shutil.copytree(MODEL, tmp_path / "other")
     tokenizer = json.loads((tmp_path / "other/tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
-    first, second = list(vocab)[300:302]
-    vocab[first], vocab[second] = vocab[second], vocab[first]
+    one, two = list(vocab)[300:302]
+    vocab[one], vocab[two] = vocab[two], vocab[one]
     (tmp_path / "other/tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(BadInput, match="not the policy's"):
-        main(replace(args, ref_model=str(tmp_path / "other")))
-    with pytest.raises(BadInput, match="--out is the folder"):
-        main(replace(args, ref_model=str(tmp_path / "other"), out=str(tmp_path / "other")))
+    with pytest.raises(BadInput, match="tokenizer"):
+        run(ref_model=str(tmp_path / "other"), ref=ref, ref_cache=None, steps=1)
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------
-
-GOOD = json.dumps(ROWS[0])
-
-
-@pytest.mark.parametrize("rows, words", [
-    ([GOOD, "{broken"], "line 2"),
-    ([GOOD, '["a list"]'], "line 2: a row must be an object"),
-    ([GOOD, {"prompt": "x", "chosen": "y"}], r"line 2: rejected must be a string .*columns: prompt, chosen"),
-    ([GOOD, dict(ROWS[0], chosen=5)], "line 2: chosen must be"),
-    ([GOOD, dict(ROWS[0], chosen=[{"role": "assistant"}])], "line 2: chosen must be"),
-    ([GOOD, dict(prompt="", chosen="a", rejected="b")], "line 2: prompt is empty"),
-    ([GOOD, dict(prompt="p", chosen="", rejected="b")], "line 2: chosen is empty"),
-    ([GOOD, dict(prompt=[], chosen=ROWS[0]["chosen"], rejected=ROWS[0]["rejected"])], "line 2: prompt"),
-    ([GOOD, dict(prompt="p", chosen=" same", rejected=" same")], "line 2: chosen equals rejected"),
-    ([GOOD, dict(prompt="p", chosen=ROWS[0]["chosen"], rejected=" b")], "line 2: prompt and answers must be all strings or all chat"),
-    ([GOOD, dict(chosen="x", rejected="y")], "line 2: no column prompt"),
-    ([GOOD, dict(chosen="x", rejected="xy")], "line 2: no column prompt"),
-    ([GOOD, dict(prompt="p", chosen="\ud800", rejected="b")], "line 2 cannot be rendered"),
-    ([], "holds no rows"),
-])
-def test_bad_rows_are_refused_in_one_sentence_that_names_the_line(tmp_path, rows, words):
-    with pytest.raises(BadInput, match=words) as error:
-        pairs_of(tmp_path, rows)
-    assert "\n" not in str(error.value) and "rows.jsonl" in str(error.value)
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_steps_before(run, arguments):
+    args = arguments(lr=1e30, warmup=0.0, max_grad_norm=1e17)
+    with pytest.raises(dpo.Stopped, match="step 2 is not finite") as error:
+        dpo.main(args)
+    assert [json.loads(line)["step"] for line in open(f"{args.out}/metrics.jsonl")] == [0, 1]
+    assert not (Path(args.out) / "model").exists() and "step 1 is saved" in error.value.__notes__[0]
 
 
-def test_csv_cells_beyond_the_header_are_refused(tmp_path):
-    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\np, a, b\np, a, b,more\n")
-    with pytest.raises(BadInput, match="rows.csv line 3"):
-        dpo.load_rows(str(tmp_path / "rows.csv"), TOKENIZER, 99, Args())
+# ---- Order, held-out rows, learning rate -------------------------------------------------------------------------------
 
 
-def test_a_template_under_which_the_prompt_is_no_prefix_is_refused(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.chat_template = "{% for m in messages %}{{ loop.revindex }}{{ m.content }}{% endfor %}"
-    with pytest.raises(BadInput, match="line 1: the chat template"):
-        encode(tokenizer, write(tmp_path / "r.jsonl", ROWS), refcache.parse_pair, 1024, False)
+def test_batches_are_permutations_and_a_function_of_seed_and_step():
+    rows = list(range(10))
+    orders = [[i for step in range(1, 11) for i in batch_rows(step, rows, 3, seed)] for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2] and orders[0][:10] != orders[0][10:20]
+    for epoch in range(3):
+        assert sorted(orders[0][10 * epoch:10 * epoch + 10]) == rows
 
 
-def test_a_template_that_raises_is_refused(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-    with pytest.raises(BadInput, match="line 1 cannot be rendered: .*no such role"):
-        encode(tokenizer, write(tmp_path / "r.jsonl", ROWS), refcache.parse_pair, 1024, False)
-    tokenizer.chat_template = None
-    with pytest.raises(BadInput, match="line 1 cannot be rendered.*chat_template"):
-        encode(tokenizer, write(tmp_path / "r.jsonl", ROWS), refcache.parse_pair, 1024, False)
+def test_hold_out_keeps_all_rows_of_a_prompt_on_one_side():
+    rows = [SimpleNamespace(prompt=(i % 30,)) for i in range(90)]
+    train, held = dpo.hold_out(rows, 128, 0)
+    assert len(train) + len(held) == 90 and len(held) == 9, "at most a tenth of the prompts"
+    assert not {row.prompt for row in train} & {row.prompt for row in held}
+    assert {row.prompt for row in dpo.hold_out(rows, 3, 1)[1]} != {row.prompt for row in dpo.hold_out(rows, 3, 0)[1]}
+    assert dpo.hold_out(rows, 0, 0) == (rows, [])
 
 
-def test_strings_without_an_eos_token_are_refused(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.eos_token = None
-    with pytest.raises(BadInput, match="no EOS token"):
-        encode(tokenizer, write(tmp_path / "r.jsonl", [dict(prompt="a", chosen=" b", rejected=" c")]), refcache.parse_pair, 1024, False)
+def test_held_out_prompts_are_not_trained_on(run, monkeypatch):
+    trained, backward = [], dpo.backward
+    monkeypatch.setattr(dpo, "backward", lambda policy, rows, *rest: trained.extend(rows) or backward(policy, rows, *rest))
+    done = run(eval_data=None, eval_size=2, samples=2, max_new_tokens=2, steps=None, epochs=2.0, batch_size=9, tokens_per_forward=400)
+    held = [json.loads(line)["prompt"] for line in open(done.out / "samples.jsonl")]
+    assert len(held) == 4 and len(done.history) == 1 + 4 and len(trained) == 36  # 2 epochs of 18 rows
+    assert not [row for row in trained if row.row["prompt"] in held] and "eval_loss" in done.history[0]
 
 
-@pytest.mark.parametrize("changes, words", [
-    (dict(data="nothing.jsonl"), "nothing.jsonl"), (dict(model="no/such-model"), "no/such-model"), (dict(ref_model="no/such-model"), "no/such-model"),
-    (dict(model=None), "--model and --data"), (dict(data=None), "--model and --data"), (dict(out=MODEL), "--out is"),
-    (dict(loss="ipo", label_smoothing=0.1), "no label smoothing"), (dict(label_smoothing=0.5), "less than 0.5"),
-    (dict(loss="exo_pair"), "needs --label_smoothing"), (dict(loss="rpo_sq"), "chosen_reward"),
-    (dict(loss="simpo", ref_cache="x.pkl"), "no reference"), (dict(loss="simpo", ref="swap"), "leave out --ref swap"), (dict(ref="none", ref_model=MODEL), "no reference"),
-    (dict(simpo_gamma=1.0), "no margin"), (dict(rpo_eta=2.0), "reads no rewards"), (dict(lr=-1.0), "--lr"), (dict(warmup=1.5), "--warmup"),
-    (dict(seed=-1), "--seed"), (dict(samples=-1), "--samples"), (dict(eval_size=-1), "--eval_size"), (dict(lr=math.inf), "--lr"),
-    (dict(weight_decay=math.nan), "--weight_decay"), (dict(epochs=math.inf), "--epochs"), (dict(warmup=math.nan), "--warmup"), (dict(max_grad_norm=0.0), "--max_grad_norm"), (dict(beta=math.nan), "--beta"),
-    (dict(sft_weight=math.nan), "--sft_weight"), (dict(ref_cache="/proc/nothing/cache.pkl"), "--ref_cache"), (dict(ref_cache="/"), "--ref_cache"),
-    (dict(batch_size=0), "--batch_size"), (dict(steps=0), "--steps"), (dict(epochs=0.0), "--epochs"), (dict(beta=0.0), "--beta"),
-    (dict(out="/proc/nothing"), "cannot write"), (dict(score="nothing.py:f"), "nothing.py:f")])
-def test_bad_arguments_are_refused_in_one_sentence(args, changes, words):
-    with pytest.raises(BadInput, match=words) as error:
-        main(replace(args, **changes))
+@pytest.mark.parametrize("epochs, steps", [(1.0, 3), (0.5, 2), (2.5, 7)])
+def test_epochs_say_how_many_steps(arguments, monkeypatch, epochs, steps):
+    """20 rows in batches of 8: of 2.5 batches the last one is a whole one too."""
+    class Enough(Exception):
+        pass
+
+    def stop(*rest):
+        raise Enough
+    seen, args = [], arguments(steps=None, epochs=epochs, batch_size=8, ref="none", ref_cache=None)
+    monkeypatch.setattr(dpo, "lr_factor", lambda step, steps, *rest: seen.append(steps) or 1.0)
+    monkeypatch.setattr(dpo, "evaluate", stop)
+    with pytest.raises(Enough):
+        dpo.main(args)
+    assert set(seen) == {steps}
+
+
+def test_learning_rate_rises_over_the_warmup_and_falls_to_almost_zero():
+    for schedule in ("linear", "cosine", "constant"):
+        factors = [lr_factor(step, 20, 0.25, schedule) for step in range(1, 21)]
+        assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]) and all(0 < factor <= 1 for factor in factors)
+        assert factors[5:] == sorted(factors[5:], reverse=True) and (factors[-1] == 1) == (schedule == "constant")
+    assert [lr_factor(step, 4, 0.0, "linear") for step in range(1, 5)] == [1.0, 0.75, 0.5, 0.25]
+    assert lr_factor(1, 1, 0.0, "cosine") == lr_factor(1, 1, 1.0, "linear") == 1
+
+
+def test_learning_rates_of_a_run_are_those_of_the_schedule(first):
+    assert [values["lr"] for values in first.history[1:]] == pytest.approx([1e-3 * lr_factor(n, 3, 0.1, "linear") for n in (1, 2, 3)])
+
+
+# ---- Answers to held-out prompts, and their scores ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return dpo.load_model(MODEL, "cpu", Args(dtype="float32"))
+
+
+def answers_of(policy, score=None, seed=0, **changes):
+    args = Args(model=MODEL, dtype="float32", **dict(max_new_tokens=12, score="score.py:rate") | changes)
+    held = [SimpleNamespace(prompt=tuple(TOKENIZER.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)),
+                            row=row) for row in ROWS]
+    torch.manual_seed(seed)
+    return dpo.answer(policy, TOKENIZER, held, score, 7, args)
+
+
+def test_answers_come_from_the_model_whatever_its_generation_config_says(policy):
+    plain, _ = answers_of(policy)
+    warped = deepcopy(policy)
+    for name, value in dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0, no_repeat_ngram_size=1,
+                            suppress_tokens=list(range(10, 400)), min_new_tokens=12, max_length=3, do_sample=True).items():
+        setattr(warped.generation_config, name, value)
+    assert answers_of(warped)[0] == plain and len({sample["completion"] for sample in plain}) > 15
+    assert warped.generation_config.top_k == 1, "it is saved with the model"
+    assert answers_of(policy, seed=1)[0] != plain and all(sample["step"] == 7 for sample in plain)
+
+
+def test_answers_end_before_their_eos_token(policy):
+    samples, _ = answers_of(policy, max_new_tokens=60)
+    assert all("<|" not in sample["completion"] for sample in samples)
+    ended = [sample for sample in samples if sample["completion"].endswith((".", "!"))]
+    assert len(ended) > len(samples) / 2
+
+
+def test_answers_of_models_that_cannot_share_prompts_see_no_padding(policy, monkeypatch):
+    """Rows of one prompt each: the same greedy answers as one generate() per prompt."""
+    monkeypatch.setattr(dpo, "shares_prompts", lambda model: False)
+    assert len(answers_of(policy, samples=3)[0]) == 3
+    shapes, generate = [], policy.generate
+    monkeypatch.setattr(policy, "generate", lambda ids, **more: shapes.append(ids.shape[0]) or generate(ids, **more))
+    answers_of(policy, samples=3)
+    assert shapes == [1, 1, 1]
+
+
+def test_prompts_without_room_for_an_answer_get_none(policy):
+    assert answers_of(policy, max_new_tokens=250) == ([], {}) and answers_of(policy, samples=0) == ([], {})
+
+
+def test_scores_get_columns_and_messages_and_none_is_left_out(policy):
+    def rate(prompts, completions, thing, place, **columns):
+        assert thing == [row["thing"] for row in ROWS[:2]] and prompts == [row["prompt"] for row in ROWS[:2]]
+        assert [[message["role"] for message in y] for y in completions] == [["assistant"]] * 2
+        return [None, 3.0]
+    samples, scored = answers_of(policy, rate, samples=2)
+    assert scored == {"eval_score": 3.0} and samples[1]["score"] == 3.0
+
+
+def test_scores_of_numpy_and_torch_are_numbers(policy):
+    for scores in (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]).numpy(), [True, 2]):
+        samples, scored = answers_of(policy, lambda **columns: scores, samples=2)
+        assert scored == {"eval_score": 1.5} and json.loads(json.dumps(samples))[1]["score"] == 2.0
+
+
+def test_without_any_score_there_is_no_mean_score(policy):
+    _, scored = answers_of(policy, lambda **columns: [None, None], samples=2)
+    assert scored == {}
+
+
+@pytest.mark.parametrize("score, words", [
+    (lambda **columns: [1.0], "shorter"), (lambda **columns: [1.0] * 3, "longer"), (lambda **columns: None, "NoneType"),
+    (lambda **columns: ["good", "bad"], "ValueError"), (lambda **columns: columns["nothing"], "KeyError"),
+    (lambda prompts: [1.0, 1.0], "TypeError"), (lambda **columns: sys.exit(0), "SystemExit")])
+def test_scorers_that_fail_are_named(policy, score, words):
+    with pytest.raises(BadInput, match=f"--score score.py:rate failed: .*{words}") as error:
+        answers_of(policy, score, samples=2)
     assert "\n" not in str(error.value)
 
 
-def test_rpo_uses_the_rewards_of_the_data(args, tmp_path):
-    rows = [dict(row, chosen_reward=1.0, rejected_reward=0.25) for row in ROWS]
-    history = main(replace(args, data=write(tmp_path / "scored.jsonl", rows), eval_data=write(tmp_path / "e.jsonl", rows[:4]), loss="rpo_sq", rpo_eta=2.0))
-    assert history[1]["loss"] == pytest.approx(1.5 ** 2, abs=1e-3)
+def test_score_files_are_loaded_with_their_neighbours(tmp_path):
+    (tmp_path / "neighbour_of_score.py").write_text("value = 4.0\n")
+    (tmp_path / "my_score.py").write_text("from neighbour_of_score import value\ndef rate(**columns):\n    return value\n")
+    assert dpo.load_function(f"{tmp_path}/my_score.py:rate")() == 4.0
+    (tmp_path / "json.py").write_text("def rate(): pass\n")
+    (tmp_path / "broken_score.py").write_text("1 / 0\n")
+    for spec in ("my_score.py:no", "my_score.py", "no_such.py:rate", "json.py:rate", "broken_score.py:rate"):
+        with pytest.raises(BadInput, match="as FILE.py:FUNCTION"):
+            dpo.load_function(f"{tmp_path}/{spec}")
 
 
-def test_lacking_weights_are_refused(args, tmp_path):
+def test_tensorboard_gets_the_metrics(run, monkeypatch):
+    written = []
+    writer = SimpleNamespace(SummaryWriter=lambda folder, *rest, **more: SimpleNamespace(
+        add_scalar=lambda name, value, step: written.append((name, step)), close=lambda: None, flush=lambda: None))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    run(tensorboard=True, steps=1)
+    assert {("eval_loss", 0), ("loss", 1), ("eval_loss", 1)} <= set(written)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(BadInput, match="pip install tensorboard"):
+        run(tensorboard=True, steps=1)
+
+
+def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
+    args = arguments(show_data=True)
+    assert dpo.main(args) == [] and not Path(args.out).exists()
+    printed = capsys.readouterr().out
+    for row in (ROWS[0]["chosen"], ROWS[0]["rejected"]):
+        assert "".join(f"[{token}]" for token in TOKENIZER.batch_decode([[i] for i in TOKENIZER(row[0]["content"]).input_ids])) in printed
+    assert ROWS[0]["prompt"][0]["content"] in printed and printed.count("[<|end|>]") == 2
+
+
+# ---- What is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(data="nothing.jsonl"), "nothing.jsonl"), (dict(model="no/such-model"), "no/such-model"),
+    (dict(ref_model="no/such-model"), "no/such-model"), (dict(model=None), "--model and --data"),
+    (dict(data=None), "--model and --data"), (dict(out=MODEL), "--out"), (dict(out="/proc/nothing"), "--out"),
+    (dict(loss=("ipo",), label_smoothing=0.1), "--label_smoothing"), (dict(label_smoothing=0.5), "below 0.5"),
+    (dict(loss=("exo_pair",)), "needs --label_smoothing"), (dict(loss=("rpo_sq",)), "chosen_reward"),
+    (dict(loss=("sigmoid", "sft"), loss_weights=(1.0,)), "one number per --loss"), (dict(loss=()), "--loss"),
+    (dict(loss=("dpo2",)), "--loss"), (dict(loss="ipo"), "--loss"), (dict(divergence="kl"), "--divergence"),
+    (dict(alpha=0.0), "--alpha"), (dict(ld_alpha=-0.1), "--ld_alpha"),
+    (dict(ref="none", ref_model=MODEL), "--ref_model"), (dict(ref="frozen"), "--ref"),
+    (dict(sync_reference=2), "--ref swap"), (dict(sync_reference=2, ref="live"), "--ref swap"),
+    (dict(humanline=(-1.0, 1.5)), "--ref swap"), (dict(humanline=(0.5, 1.5), ref="swap"), "--humanline"),
+    (dict(humanline=(-1.0, 1.5), ref="swap", loss=("aot",)), "aot_unpaired"),
+    (dict(lora_alpha=8.0), "--lora_r"), (dict(lora_target="q_proj"), "--lora_r"),
+    (dict(lr=-1.0), "--lr"), (dict(lr="1e-3"), "--lr"), (dict(lr=math.inf), "--lr"), (dict(warmup=1.5), "--warmup"),
+    (dict(warmup=math.nan), "--warmup"), (dict(weight_decay=math.nan), "--weight_decay"), (dict(seed=-1), "--seed"),
+    (dict(samples=-1), "--samples"), (dict(eval_size=-1), "--eval_size"), (dict(epochs=math.inf), "--epochs"),
+    (dict(epochs=0.0), "--epochs"), (dict(max_grad_norm=0.0), "--max_grad_norm"), (dict(beta=0.0), "--beta"),
+    (dict(beta=math.nan), "--beta"), (dict(batch_size=0), "--batch_size"), (dict(steps=0), "--steps"),
+    (dict(steps=2.5), "--steps"), (dict(save_dtype="float16"), "--save_dtype"), (dict(gradient_checkpointing="no"), "--grad"),
+    (dict(score="nothing.py:f"), "nothing.py:f"), (dict(max_length=5), "too few rows"),
+])
+def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(arguments, changes, words):
+    args = arguments(**changes)
+    with pytest.raises(BadInput, match=words) as error:
+        dpo.main(args)
+    assert "\n" not in str(error.value)
+    if "out" not in changes:
+        assert not Path(args.out).exists()
+
+
+@pytest.mark.parametrize("path", ["/proc/nothing/cache.pkl", "/"])
+def test_a_cache_that_cannot_be_written_is_refused_before_the_reference_pass(arguments, monkeypatch, path):
+    monkeypatch.setattr(dpo, "load_model", None)
+    with pytest.raises(BadInput, match="--ref_cache"):
+        dpo.main(arguments(ref_cache=path))
+
+
+def test_paths_may_be_path_objects(run, folder):
+    done = run(data=folder / "train.jsonl", out=folder / "as_path", model=Path(MODEL), steps=1)
+    assert (folder / "as_path/model/model.safetensors").exists() and len(done.history) == 2
+
+
+@pytest.mark.parametrize("name, content", [
+    ("model.safetensors", b""), ("model.safetensors", b"\0" * 99), ("model.safetensors", None), ("config.json", b"{"),
+    ("config.json", None), ("tokenizer.json", b"{"), ("model.safetensors.index.json", b"{")])
+def test_damaged_models_are_refused_in_one_sentence(arguments, tmp_path, name, content):
+    shutil.copytree(MODEL, tmp_path / "bad")
+    (tmp_path / "bad" / name).write_bytes(content) if content is not None else (tmp_path / "bad" / name).unlink()
+    if name.endswith("index.json"):
+        (tmp_path / "bad/model.safetensors").unlink()
+    with pytest.raises(BadInput, match="bad") as error:
+        dpo.main(arguments(model=str(tmp_path / "bad"), ref="none", ref_cache=None))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_lacking_weights_are_refused(arguments, tmp_path):
     shutil.copytree(MODEL, tmp_path / "other")
     state = load_file(tmp_path / "other/model.safetensors")
     state.pop("model.norm.weight")
     save_file(state, tmp_path / "other/model.safetensors", metadata={"format": "pt"})
     with pytest.raises(BadInput, match="model.norm.weight"):
-        main(replace(args, model=str(tmp_path / "other")))
+        dpo.main(arguments(model=str(tmp_path / "other"), ref="none", ref_cache=None))
 
 
-def run(*command, cwd=ROOT):
-    return subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True)
+@pytest.mark.parametrize("error, code", [(BadInput("where, what"), 2), (dpo.Stopped("step 3 is saved"), 1), (OSError("disk full"), 1),
+                                         (KeyboardInterrupt(), 130), (torch.OutOfMemoryError("out of memory"), 1)])
+def test_the_command_line_says_one_sentence_and_exits_with_a_code(monkeypatch, capsys, error, code):
+    def main(args):
+        raise error
+    monkeypatch.setattr(dpo, "main", main)
+    with pytest.raises(SystemExit) as exit:
+        dpo.command_line(Args())
+    printed = capsys.readouterr().err
+    assert exit.value.code == code and len(printed.splitlines()) == 1 and str(error) in printed
+    assert ("--tokens_per_forward" in printed) == isinstance(error, torch.OutOfMemoryError)
 
 
-def test_the_command_line_exits_with_2_and_no_traceback(tmp_path):
-    for flags in (["--model", MODEL, "--data", "nothing.jsonl"], ["--loss", "nonsense"], ["--unknown_flag", "1"]):
-        done = run("dpo.py", "--out", str(tmp_path / "out"), *flags)
-        assert done.returncode == 2 and "Traceback" not in done.stderr and done.stderr.strip()
-
-
-def test_runs_copied_alone_with_refcache(tmp_path):
-    for name in ("dpo.py", "refcache.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    done = run("dpo.py", "--model", MODEL, "--data", write(tmp_path / "rows.jsonl", ROWS), "--steps", "1", "--samples", "2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "out/dpo/model.safetensors").exists()
+def test_the_command_line_shows_the_traceback_of_a_bug(monkeypatch):
+    for error in (KeyError("a"), RuntimeError("shapes"), TypeError("b")):
+        def main(args):
+            raise error
+        monkeypatch.setattr(dpo, "main", main)
+        with pytest.raises(type(error)):
+            dpo.command_line(Args())

@@ -11,7 +11,6 @@ from torch import tensor
 from transformers import DynamicCache, GenerationConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-import refcache
 import rloo
 from models import GPT2, MODELS, SMALL, make
 from refcache import BadInput, completion_logprobs, share_prompts
@@ -132,8 +131,8 @@ def test_each_token_is_what_its_uniform_number_picks_from_the_model_or_the_model
             above = cdf.gather(1, tensor(y)[:, None])[:, 0]
             u = torch.from_numpy(uniform[b, i, :len(y)])
             assert (below - 1e-4 < u).all() and (u < above + 1e-4).all()
-            assert (above - below).log().sum() == pytest.approx(drawn.logps[b, i].item(), abs=1e-2)
-    assert torch.allclose(drawn.logps, logps, atol=1e-2)
+            assert (above - below).log().sum() == pytest.approx(drawn.logps[b, i].item(), abs=3e-2)
+    assert torch.allclose(drawn.logps, logps, atol=3e-2)
 
 
 def test_draw_of_a_grid_of_uniform_numbers_gives_the_probabilities_after_temperature_top_k_and_top_p():
@@ -241,13 +240,13 @@ def reverse_repeated_rows(self, repeats, real=DynamicCache.batch_repeat_interlea
 FAULTS = {"batch_select_indices": reverse_selected_rows, "batch_repeat_interleave": reverse_repeated_rows}
 
 
-@pytest.mark.parametrize("dtype, scale", [  # scale of the head; 60: surer than any trained model
-    ("float32", 60), ("bfloat16", 1), pytest.param("float32", 1, marks=pytest.mark.slow),
-    pytest.param("bfloat16", 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype, scale", [  # scale of the head: 1 is almost uniform, 30 surer than any trained model
+    ("float32", 30), ("bfloat16", 1), pytest.param("float32", 1, marks=pytest.mark.slow),
+    pytest.param("bfloat16", 30, marks=pytest.mark.slow)])
 def test_a_cache_that_mixes_up_its_rows_is_refused_and_a_right_one_is_not(monkeypatch, model_of, scale, dtype):
-    model, args = model_of("llama"), flags(dtype=dtype)
+    model, args = model_of("llama"), flags(dtype=dtype, temperature=1.0)
     model.lm_head.weight.data.mul_(scale)
-    share_prompts(model, dtype)
+    assert share_prompts(model, dtype)
     model.generation_config.eos_token_id = list(range(2, 30))  # many rows leave early
     sample_and_check(model, args)
     for name, fault in FAULTS.items():

@@ -28,8 +28,8 @@ def move(model, seed=0):
     """Stands for training: changes everything that trains, and the buffers."""
     torch.manual_seed(seed)
     buffers = [t for name, t in model.state_dict(keep_vars=True).items() if not isinstance(t, torch.nn.Parameter)]
-    for tensor in [p for p in model.parameters() if p.requires_grad] + buffers:
-        tensor.add_(torch.randn_like(tensor) * 0.1)
+    for x in [p for p in model.parameters() if p.requires_grad] + buffers:
+        x.add_(torch.randn_like(x) * 0.1)
     return model
 
 
@@ -142,7 +142,8 @@ def test_reference_of_a_new_adapter_is_bitwise_the_bare_model(config):
     policy = adapted(**config).train()
     swap = Swap(policy)
     move(policy)
-    bare, known, other = (reference_logprobs(held, GROUPS) for held in (nullcontext(make("llama")), swap, nullcontext(policy)))
+    references = nullcontext(make("llama")), swap, nullcontext(policy)
+    bare, known, other = (reference_logprobs(reference, GROUPS) for reference in references)
     assert all(np.array_equal(known[key], bare[key]) for key in bare)
     assert not any(np.array_equal(other[key], bare[key]) for key in bare)
 
@@ -157,12 +158,13 @@ def test_reference_of_a_trained_adapter_is_that_adapter():
 
 
 @pytest.mark.parametrize("one, two, changes", [
-    ("llama", "llama-tied", {}), ("llama", "llama", dict(rope_parameters=ROPE)), ("llama", "llama", dict(vocab_size=98)),
-    ("llama", "llama", dict(num_hidden_layers=3)), ("llama", "llama", dict(rms_norm_eps=1e-3)), ("llama", "mistral", {})])
+    ("llama", "llama-tied", {}), ("llama", "mistral", {}), ("llama", "llama", dict(rope_parameters=ROPE)),
+    ("llama", "llama", dict(vocab_size=98)), ("llama", "llama", dict(num_hidden_layers=3)),
+    ("llama", "llama", dict(rms_norm_eps=1e-3))])
 def test_reference_that_is_built_differently_is_refused(one, two, changes):
     policy, reference = make(one), make(two, **changes)
     for models in ((policy, reference), (reference, policy)):
-        with pytest.raises(BadInput, match="not built like the policy .*name another --ref_model") as error:
+        with pytest.raises(BadInput, match="not built like the policy") as error:
             Swap(*models)
         assert "\n" not in str(error.value)
 
