@@ -104,6 +104,10 @@ class Args:
 
 
 if __name__ == "__main__":
+    given = [word.split("=")[0] for word in sys.argv if word.startswith("--")]
+    if repeated := [flag for flag in given if given.count(flag) > 1]:
+        print(f"{repeated[0]} is given twice: give all of its values after one {repeated[0]}", file=sys.stderr)
+        sys.exit(2)
     ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
 
 import numpy as np  # noqa: E402
@@ -239,9 +243,13 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
     """[(prompt ids, [answer ids, ..], row), ..] of the rows that fit; parse(row, where) gives a prompt and its answers.
     Says what it left out and why. The boundary between prompt and answer is the cache's key: it is drawn only here."""
     rows, kept, notes, ints = read_rows(source), [], {}, {}
+    if "strftime_now" in str(tokenizer.chat_template):
+        print(f"the chat template names today's date: here it is always {TODAY:%d %B %Y}")
     for where, row in tqdm(rows, desc=f"tokenize {source}", unit="row", delay=2):
         try:
             prompt, answers = parse(row, where)
+            if answers and isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
+                raise Skip("the answers begin with the prompt")
             front, ids = tokenize(tokenizer, prompt, answers, args, where)
             over = len(front) + max(map(len, ids)) - max_length
             if over > 0:
@@ -704,6 +712,9 @@ def restore(out: Path, state: dict, **objects):
         with refusing(f"{out / 'checkpoint.pt'} does not fit this run"):
             strict = {"strict": False} if isinstance(thing, torch.nn.Module) else {}  # frozen weights are not in it
             thing.load_state_dict(state.pop(name), **strict)
+            slots = thing.state.items() if isinstance(thing, torch.optim.Optimizer) else ()
+            if any(value.numel() not in (1, p.numel()) for p, values in slots for value in values.values()):
+                raise ValueError("the optimizer's state has another shape")
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -923,6 +934,9 @@ def main(args: Args) -> list[dict]:
                     values |= scored
                 if step == steps or args.eval_every and step % args.eval_every == 0:
                     values |= evaluate(policy, held, reference, args)
+                if step % (args.eval_every or step + 1) == 0:
+                    held_out = [f"{name} {value:.3f}" for name, value in values.items() if name.startswith("eval_")]
+                    tqdm.write(f"step {step}: {', '.join(held_out)}")
                 log.write(values, answers)
                 speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
                 shown = f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}"

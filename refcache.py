@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 import torch.nn.functional as F
-from filelock import FileLock  # comes with torch
+from filelock import FileLock, Timeout  # comes with torch
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -430,12 +430,20 @@ class ReferenceCache(Mapping):
 
     def save(self, path):
         """Two pickles, the header and the table: whole or not at all. What another job saved meanwhile is kept."""
-        with FileLock(f"{Path(path).resolve()}.lock"):
+        lock = FileLock(f"{Path(path).resolve()}.lock")
+        try:
+            lock.acquire(timeout=2)
+        except Timeout:
+            tqdm.write(f"waiting for another job that writes {path}")
+            lock.acquire()
+        try:
             if Path(path).exists():
                 self.load(path)
             table = pickle.dumps(self.table, protocol=4)
             header = pickle.dumps(self.header | {"sha256": hashlib.sha256(table).hexdigest()}, protocol=4)
             write_whole(path, lambda file: file.write(header + table))
+        finally:
+            lock.release()
 
     def load(self, path):
         """Adds the entries of a file. Runs nothing in it. Raises BadInput if it is damaged, or made for another run."""

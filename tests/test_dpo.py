@@ -98,10 +98,22 @@ def pairs_of(args):
 # ---- A run, and what it leaves -----------------------------------------------------------------------------------------
 
 
+def test_learns_from_a_part_of_the_demo(folder):
+    lines = (ROOT / "demo/pairs.jsonl").open().readlines()
+    (folder / "many.jsonl").write_text("".join(lines[24:152]))
+    (folder / "many_eval.jsonl").write_text("".join((ROOT / "demo/pairs_test.jsonl").open().readlines()[:32]))
+    history = dpo.main(Args(model=MODEL, data=str(folder / "many.jsonl"), eval_data=str(folder / "many_eval.jsonl"), steps=16,
+                            batch_size=16, lr=3e-4, out=str(folder / "learns"), max_new_tokens=20,
+                            score=f"{ROOT}/demo/score.py:success"))
+    assert history[0]["eval_rewards/accuracies"] == 0.5 and history[-1]["eval_rewards/accuracies"] > 0.7
+    assert history[0]["eval_score"] + 0.3 < history[-1]["eval_score"]
+
+
+@pytest.mark.slow
 def test_learns_the_demo(tmp_path):
-    history = dpo.main(Args(out=str(tmp_path / "out"), steps=16, samples=32, max_new_tokens=32))
-    assert history[0]["eval_rewards/accuracies"] == 0.5 and history[-1]["eval_rewards/accuracies"] > 0.9
-    assert history[0]["eval_score"] < 0.5 < 0.7 < history[-1]["eval_score"]
+    history = dpo.main(Args(out=str(tmp_path / "out")))
+    assert history[0]["eval_rewards/accuracies"] == 0.5 and history[-1]["eval_rewards/accuracies"] > 0.95
+    assert history[0]["eval_score"] < 0.5 < 0.9 < history[-1]["eval_score"]
 
 
 def test_step_0_is_ln_2(first):
@@ -162,9 +174,7 @@ def test_reported_numbers_are_those_of_the_saved_model(first, run, save_dtype):
 def test_same_seed_same_bits(first, run):
     again = run()
     assert largest_difference(weights(first), weights(again)) == 0
-    assert [values["loss"] for values in first.history] == [values["loss"] for values in again.history] \
-        if "loss" in first.history[0] else first.history[1:3] != []
-    assert first.history[-1] == again.history[-1]
+    assert first.history[1] == again.history[1] and first.history[-1] == again.history[-1]
 
 
 def test_another_seed_gives_other_weights(first, run):
@@ -277,7 +287,7 @@ def test_another_reference_model_is_used_and_its_cache_is_its_own(run, tmp_path,
     done = run(ref_model=str(tmp_path / "other"), ref_cache=str(tmp_path / "other.pkl"), steps=1)
     assert abs(done.history[1]["rewards/margins"]) > 1e-4
     assert "differ by at most" not in capsys.readouterr().out, "policy and reference are not compared"
-    with pytest.raises(BadInput, match="other.pkl is no reference cache of this run .*reference"):
+    with pytest.raises(BadInput, match="other.pkl .*made with reference"):
         run(ref_cache=str(tmp_path / "other.pkl"))
 
 
@@ -287,7 +297,7 @@ def test_a_cache_that_lies_stops_the_run_at_step_0(run, arguments, tmp_path):
         model.lm_head.weight.mul_(1.1)
     cache = ReferenceCache(reference=dpo.digest_of(MODEL), tokenizer=tokenizer_digest(TOKENIZER), dtype="float32")
     cache.fill(lambda: model, dpo.groups(sum(pairs_of(args), [])), path=args.ref_cache)
-    with pytest.raises(BadInput, match="policy and reference are the same model, but differ"):
+    with pytest.raises(BadInput, match="step 0: .*differ"):
         dpo.main(args)
     assert [json.loads(line)["step"] for line in open(f"{args.out}/metrics.jsonl")] == [0]
     assert not (Path(args.out) / "model").exists()
@@ -307,8 +317,8 @@ def test_a_reference_with_another_tokenizer_is_refused(run, tmp_path, ref):
 
 
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_steps_before(run, arguments):
-    args = arguments(lr=1e30, warmup=0.0, max_grad_norm=1e17)
-    with pytest.raises(dpo.Stopped, match="step 2 is not finite") as error:
+    args = arguments(lr=1e17, warmup=0.0, max_grad_norm=1e17)
+    with pytest.raises(dpo.Stopped, match="step 2") as error:
         dpo.main(args)
     assert [json.loads(line)["step"] for line in open(f"{args.out}/metrics.jsonl")] == [0, 1]
     assert not (Path(args.out) / "model").exists() and "step 1 is saved" in error.value.__notes__[0]
@@ -517,9 +527,9 @@ def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(ar
 
 
 @pytest.mark.parametrize("path", ["/proc/nothing/cache.pkl", "/"])
-def test_a_cache_that_cannot_be_written_is_refused_before_the_reference_pass(arguments, monkeypatch, path):
+def test_a_cache_that_cannot_be_used_is_refused_before_the_reference_pass(arguments, monkeypatch, path):
     monkeypatch.setattr(dpo, "load_model", None)
-    with pytest.raises(BadInput, match="--ref_cache"):
+    with pytest.raises(BadInput, match=f"{path}.* cannot be used|cannot use .*{path}"):
         dpo.main(arguments(ref_cache=path))
 
 
