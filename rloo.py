@@ -437,7 +437,7 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     if not shares_prompts(policy):  # other models may see padding: rows of one length only
         batches = [[i for i in batch if places[i] == n] for batch in batches for n in {places[i]: 0 for i in batch}]
     ends, samples = stop_tokens(policy, tokenizer), [None] * len(prompts)
-    with eval_mode(policy), autocast(policy, args.dtype):
+    with eval_mode(policy), autocast(policy, args.dtype), refusing(f"cannot sample from {args.model}"):
         for batch in tqdm(batches, desc="sample", leave=False, delay=2):
             drawn = decode(base_model(policy), [prompts[i] for i in batch], u[batch].to(policy.device), ends, args)
             for n, i in enumerate(batch):
@@ -868,7 +868,7 @@ def check_start(drawn: Rollout, samples: Samples, step: int, args: Args):
     if not gaps.mean() < (5e-2 if args.dtype == "bfloat16" else 1e-3):
         raise BadInput("this model's samples cannot be trained on: its cache is not exact, the sampler saw log-probs "
                        f"that differ by {gaps.mean():.2g} nats per token from those of training")
-    if step == 1 and args.beta and args.ref_model == args.model and not args.lora_dropout:
+    if step == 1 and args.beta and args.ref_model == args.model:
         check_agreement(samples.ratio / lengths, args.dtype)
 
 
@@ -916,6 +916,10 @@ def main(args: Args) -> list[dict]:
 
         policy = load_model(folders["model"], device, args, trains=True)
         reference = hold_reference(folders, policy, device, args) if args.beta else None
+        highest, vocabulary = max(max(row.prompt) for row in train + held), len(policy.get_input_embeddings().weight)
+        refuse((highest >= vocabulary, f"a prompt has the id {highest}, and the model only {vocabulary} embeddings"),
+               (args.mask_truncated and not stop_tokens(policy, tokenizer),
+                "--mask_truncated leaves every sample out: neither model nor tokenizer names a token that ends one"))
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=args.lr,
                                       weight_decay=args.weight_decay, fused=device == "cuda")
         scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, steps, args.warmup, args.schedule))
@@ -949,7 +953,7 @@ def main(args: Args) -> list[dict]:
                               "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
                     if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
                         raise Stopped(f"step {step}: {', '.join(wrong)}: lower --lr, or look at its rows")
-                    if update == 0 and done == state["step"]:
+                    if update == 0 and done == state["step"] and not args.lora_dropout:
                         check_start(drawn, samples, step, args)
                     done = None  # until the log is written the weights belong to no step
                     optimizer.step()
