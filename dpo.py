@@ -27,6 +27,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -149,9 +150,9 @@ def preference_loss(loss: str, batch: Batch, args: Args) -> torch.Tensor:
     logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, score_w, score_l, *_ = batch
     beta, eps, log_sigma, sigma = args.beta, args.label_smoothing, F.logsigmoid, torch.sigmoid
     f_prime = {  # f-DPO, arXiv:2309.16240, table 1: f'(u) at u = π/π_ref, up to a constant
-        "reverse_kl": lambda ratio: ratio, "forward_kl": lambda ratio: -torch.exp(-ratio),
+        "reverse_kl": lambda ratio: ratio, "forward_kl": lambda ratio: -torch.exp((-ratio).clamp(max=88)),
         "js": lambda ratio: ratio - F.softplus(ratio),
-        "alpha": lambda ratio: -torch.exp(-args.alpha * ratio) / args.alpha,
+        "alpha": lambda ratio: -torch.exp((-args.alpha * ratio).clamp(max=88)) / args.alpha,
     }[args.divergence]
     margin = beta * (f_prime(ratio_w) - f_prime(ratio_l))  # of the implicit rewards
     delta = args.rpo_eta * (score_w - score_l)  # of the data's rewards
@@ -243,7 +244,8 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     with refusing(f"cannot read {source} (only .jsonl does without `pip install datasets`)"):
         import datasets
         name, *rest = source.split(":")
-        table = datasets.load_dataset(kind, data_files=[source], split="train") if is_file else \
+        options = {"index_col": False} if kind == "csv" else {}  # else a cell too many shifts the columns
+        table = datasets.load_dataset(kind, data_files=[source], split="train", **options) if is_file else \
             datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
         return [(f"{source} row {n}", row) for n, row in enumerate(table, 1)]
 
@@ -273,7 +275,9 @@ def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[i
             a, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
             front = whole[:next((i for i in range(len(whole)) if whole[i:i + len(a)] == a), 0)]  # BOS, a language code
         else:
-            template = {"strftime_now": TODAY.strftime, "tokenize": False} | json.loads(args.chat_template_kwargs)
+            dated = re.sub(r"strftime_now\((['\"])(.*?)\1\)", lambda call: repr(TODAY.strftime(call[2])),
+                           tokenizer.get_chat_template())  # the same rows every day
+            template = {"chat_template": dated, "tokenize": False} | json.loads(args.chat_template_kwargs)
             texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **template),
                      *(tokenizer.apply_chat_template(prompt + answer, **template) for answer in answers)]
         "".join(texts).encode()  # half of a surrogate pair would crash the tokenizer
@@ -553,9 +557,10 @@ def answer(policy, tokenizer, held: list, score: Callable | None, step: int, arg
     columns["completions"] = [y["completion"] if isinstance(y["prompt"], str) else
                               [{"role": "assistant", "content": y["completion"]}] for y in samples]
     with refusing(f"--score {args.score} failed"):
-        scores = [math.nan if value is None else float(value) for value in score(**columns)]
+        scores = [None if value is None else float(value) for value in score(**columns)]
         samples = [sample | {"score": value} for sample, value in zip(samples, scores, strict=True)]
-    return samples, {"eval_score": float(np.nanmean(scores))}
+    known = [value for value in scores if value is not None]
+    return samples, {"eval_score": float(np.mean(known))} if known else {}
 
 
 # ---- Flags, order, files of a run: the same in dpo.py, kto.py and rloo.py -------------------------------------------
@@ -826,7 +831,10 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def check(args: Args):
     losses, smooth = set(args.loss), {"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"}
     low, high = args.humanline or (-1, 1)
-    refuse((len(args.loss_weights) not in (0, len(args.loss)), "--loss_weights must be one number per --loss"),
+    moves = args.humanline or args.sync_reference
+    refuse((not args.loss, "--loss needs at least one name"),
+           (moves and losses <= {"simpo", "sft"}, "this --loss has no reference that could move"),
+           (len(args.loss_weights) not in (0, len(args.loss)), "--loss_weights must be one number per --loss"),
            (args.humanline and args.ref != "swap", "--humanline needs a reference that moves: add --ref swap"),
            (args.humanline and "aot" in losses, "--humanline clamps log-ratios, --loss aot has none: use aot_unpaired"),
            (not low < 0 < high, "--humanline is a number below 0 and one above"),
@@ -837,8 +845,9 @@ def check(args: Args):
 
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
-    args = settle(args if set(args.loss) - {"simpo", "sft"} else replace(args, ref="none"))  # they have no reference
+    args = settle(args)
     check(args)
+    args = args if set(args.loss) - {"simpo", "sft"} else replace(args, ref="none")  # they have no reference
     began, device = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
     folders = {name: find_folder(vars(args)[name]) for name in ("model", "ref_model")}
     score = load_function(args.score) if args.score else None

@@ -30,6 +30,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -73,8 +74,8 @@ class Args:
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired has no z
     beta: float = 0.1  # strength of the pull towards the reference
-    desirable_weight: float = 1.0  # λ_D
-    undesirable_weight: float = 1.0  # λ_U
+    desirable_weight: float = 1.0  # λ_D, the weight of desirable rows
+    undesirable_weight: float = 1.0  # λ_U, the weight of the others
     balance: bool = False  # raise the weight of the rarer kind until both weigh the same
 
     steps: int | None = None  # optimizer steps; None: as epochs says
@@ -196,7 +197,8 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     with refusing(f"cannot read {source} (only .jsonl does without `pip install datasets`)"):
         import datasets
         name, *rest = source.split(":")
-        table = datasets.load_dataset(kind, data_files=[source], split="train") if is_file else \
+        options = {"index_col": False} if kind == "csv" else {}  # else a cell too many shifts the columns
+        table = datasets.load_dataset(kind, data_files=[source], split="train", **options) if is_file else \
             datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
         return [(f"{source} row {n}", row) for n, row in enumerate(table, 1)]
 
@@ -226,7 +228,9 @@ def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[i
             a, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
             front = whole[:next((i for i in range(len(whole)) if whole[i:i + len(a)] == a), 0)]  # BOS, a language code
         else:
-            template = {"strftime_now": TODAY.strftime, "tokenize": False} | json.loads(args.chat_template_kwargs)
+            dated = re.sub(r"strftime_now\((['\"])(.*?)\1\)", lambda call: repr(TODAY.strftime(call[2])),
+                           tokenizer.get_chat_template())  # the same rows every day
+            template = {"chat_template": dated, "tokenize": False} | json.loads(args.chat_template_kwargs)
             texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **template),
                      *(tokenizer.apply_chat_template(prompt + answer, **template) for answer in answers)]
         "".join(texts).encode()  # half of a surrogate pair would crash the tokenizer
@@ -564,9 +568,10 @@ def answer(policy, tokenizer, held: list, score: Callable | None, step: int, arg
     columns["completions"] = [y["completion"] if isinstance(y["prompt"], str) else
                               [{"role": "assistant", "content": y["completion"]}] for y in samples]
     with refusing(f"--score {args.score} failed"):
-        scores = [math.nan if value is None else float(value) for value in score(**columns)]
+        scores = [None if value is None else float(value) for value in score(**columns)]
         samples = [sample | {"score": value} for sample, value in zip(samples, scores, strict=True)]
-    return samples, {"eval_score": float(np.nanmean(scores))}
+    known = [value for value in scores if value is not None]
+    return samples, {"eval_score": float(np.mean(known))} if known else {}
 
 
 # ---- Flags, order, files of a run: the same in dpo.py, kto.py and rloo.py -------------------------------------------

@@ -29,6 +29,7 @@ import importlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -185,7 +186,8 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     with refusing(f"cannot read {source} (only .jsonl does without `pip install datasets`)"):
         import datasets
         name, *rest = source.split(":")
-        table = datasets.load_dataset(kind, data_files=[source], split="train") if is_file else \
+        options = {"index_col": False} if kind == "csv" else {}  # else a cell too many shifts the columns
+        table = datasets.load_dataset(kind, data_files=[source], split="train", **options) if is_file else \
             datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
         return [(f"{source} row {n}", row) for n, row in enumerate(table, 1)]
 
@@ -215,7 +217,9 @@ def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[i
             a, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
             front = whole[:next((i for i in range(len(whole)) if whole[i:i + len(a)] == a), 0)]  # BOS, a language code
         else:
-            template = {"strftime_now": TODAY.strftime, "tokenize": False} | json.loads(args.chat_template_kwargs)
+            dated = re.sub(r"strftime_now\((['\"])(.*?)\1\)", lambda call: repr(TODAY.strftime(call[2])),
+                           tokenizer.get_chat_template())  # the same rows every day
+            template = {"chat_template": dated, "tokenize": False} | json.loads(args.chat_template_kwargs)
             texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **template),
                      *(tokenizer.apply_chat_template(prompt + answer, **template) for answer in answers)]
         "".join(texts).encode()  # half of a surrogate pair would crash the tokenizer

@@ -1,6 +1,7 @@
-"""The README's table of results: every script on the demo with some seeds, as a user starts them.
+"""The results of the demo: every script with some seeds, as a user starts it.
 
-    python benchmarks/demo.py    # seeds 0, 1, 2
+    python benchmarks/demo.py                           # seeds 0, 1, 2 of all three scripts
+    python benchmarks/demo.py --scripts dpo --seeds 0   # one run
 """
 import json
 import subprocess
@@ -14,7 +15,8 @@ from statistics import mean, stdev
 import tyro
 
 ROOT = Path(__file__).parent.parent
-COLUMNS = {"dpo": ["eval_rewards/accuracies", "eval_rewards/margins"], "kto": ["eval_rewards/accuracies", "eval_rewards/margins"], "rloo": ["eval_reward", "eval_kl"]}
+PAIRS = ["eval_score", "eval_rewards/accuracies", "eval_rewards/margins"]
+COLUMNS = {"dpo": PAIRS, "kto": PAIRS, "rloo": ["eval_score", "eval_reward", "eval_kl"]}
 
 
 @dataclass
@@ -23,22 +25,29 @@ class Args:
     scripts: tuple[str, ...] = ("dpo", "kto", "rloo")
 
 
+def run(script: str, seed: int) -> tuple[dict, dict, float]:
+    """The first and the last line of its metrics, and seconds from start to end."""
+    with tempfile.TemporaryDirectory() as out:
+        begin = time.monotonic()
+        command = [sys.executable, f"{script}.py", "--seed", str(seed), "--out", out]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        seconds = time.monotonic() - begin
+        lines = (Path(out) / "metrics.jsonl").read_text().splitlines()
+        return json.loads(lines[0]), json.loads(lines[-1]), seconds
+
+
+def spread(values: list[float]) -> str:
+    return f"{mean(values):.2f} ± {stdev(values) if len(values) > 1 else 0:.2f}"
+
+
 def main(args: Args):
     for script in args.scripts:
-        runs, seconds = [], []
-        for seed in args.seeds:
-            with tempfile.TemporaryDirectory() as out:
-                begin = time.monotonic()
-                subprocess.run([sys.executable, f"{script}.py", "--seed", str(seed), "--out", out], cwd=ROOT, check=True, capture_output=True)
-                seconds.append(time.monotonic() - begin)
-                lines = [json.loads(line) for line in open(Path(out) / "metrics.jsonl")]
-                runs.append((lines[0], lines[-1]))
-
-        def spread(name, last):
-            values = [run[last][name] for run in runs if name in run[last]]
-            return f"{mean(values):.2f} ± {stdev(values) if len(values) > 1 else 0:.2f}" if values else ""
-        print(f"| `python {script}.py` | success {spread('eval_score', 0)} -> {spread('eval_score', 1)} | " + " | ".join(
-            f"{name} {spread(name, 0)} -> {spread(name, 1)}" for name in COLUMNS[script]) + f" | {mean(seconds):.0f} s |")
+        firsts, lasts, seconds = zip(*(run(script, seed) for seed in args.seeds))
+        cells = []
+        for name in COLUMNS[script]:
+            before, after = (spread([lines[name] for lines in ends]) for ends in (firsts, lasts))
+            cells.append(f"{name} {before} -> {after}")
+        print(f"| `python {script}.py` | " + " | ".join(cells) + f" | {mean(seconds):.0f} s |", flush=True)
 
 
 if __name__ == "__main__":

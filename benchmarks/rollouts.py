@@ -1,22 +1,24 @@
-"""Rollouts: k samples of each prompt, by `refcache.sample` and by the ways that transformers offers. How fast, and how exact?
+"""Rollouts, k samples per prompt: rloo.py's against what transformers offers. How fast, and how exact?
 
-    python benchmarks/rollouts.py                                                       # a random Llama of 26 M parameters, float32, on a CPU
+    python benchmarks/rollouts.py                             # a random Llama of 42 M parameters, float32, on a CPU
     python benchmarks/rollouts.py --hidden 2048 --layers 24 --dtype bfloat16 --prompts 32    # 1.3 B, for a GPU
+    python benchmarks/rollouts.py --hidden 64 --layers 1 --vocab 500 --new_tokens 8 --rounds 1    # tiny: does it run?
 
-usual        generate() over k rows a prompt, each of which encodes it
-loop         refcache.sample: a prompt encoded once, its cache expanded to k rows, finished rows leaving
-static       the same with a cache of fixed size, which is expanded in place; no row leaves before all are finished
+usual        generate() over k rows per prompt, each of which encodes it
+loop         rloo.rollout: a prompt encoded once, its cache expanded to k rows, finished rows leaving
+static       the same with a cache of fixed size, expanded in place; no row leaves before all are finished
 compiled     static, its step under torch.compile (on a GPU with CUDA graphs)
-graph        static, its step captured in a CUDA graph once a rollout (on a GPU only)
+graph        static, its step captured in a CUDA graph once per rollout (on a GPU only)
 continuous   transformers' continuous batching: paged attention, a prompt's blocks forked k times
 
-The ways alternate; seconds are medians of the rounds after a first one, whose seconds (compiling, capturing) stand apart. Stop tokens are a
-share of the vocabulary, so that samples of a random model end at all lengths, once every --mean_length tokens.
-exact: greedy samples that are, to the last token, those of one row at a time; same: samples that do not change when their prompt is asked alone,
-with the same seed.
+The ways alternate; seconds are medians of the rounds after a first one, whose seconds (compiling, capturing) stand
+apart. Stop tokens are a share of the vocabulary, so that samples of a random model end at all lengths, once every
+--mean_length tokens. exact: share of greedy samples that are, to the last token, those of one row at a time. same:
+share of samples that do not change when their prompt is asked alone, with the same seed.
 """
 import sys
 import time
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -25,10 +27,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import tyro
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, StaticCache
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from refcache import autocast, draw, pad, sample  # noqa: E402
+import rloo  # noqa: E402
+from refcache import autocast, share_prompts  # noqa: E402
 
 
 @dataclass
@@ -44,6 +48,18 @@ class Args:
     rounds: int = 3
     dtype: str = "float32"
     ways: tuple[str, ...] = ("usual", "loop", "static", "compiled", "graph", "continuous")
+
+
+def pad(prompts, device):
+    """Left-padded ids and their mask."""
+    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, 0, "left")
+    mask = pad_sequence([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], True, 0, "left")
+    return ids.to(device), mask.to(device)
+
+
+def until(row, stop):
+    """A sample up to and with its first stop token."""
+    return tuple(row[:next((t + 1 for t, token in enumerate(row) if token in stop), len(row))])
 
 
 def captured(step, cache):
@@ -66,51 +82,51 @@ def captured(step, cache):
     return replay
 
 
-def static(model, prompts, u, ends, wrap=lambda step, cache: step, forward=None, temperature=1.0):
-    """refcache's loop over a cache of fixed size: the decode step always sees the same tensors."""
+def static(model, prompts, u, ends, wrap=lambda step, cache: step, forward=None, greedy=False):
+    """The loop of rloo.decode over a cache of fixed size: the decoding step always sees the same tensors."""
     B, k, T = u.shape
-    ids, mask = pad(prompts, "left", model.device)
+    ids, mask = pad(prompts, model.device)
     cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + T)
     places = (mask.cumsum(1) - 1).clamp(min=0)
-    mask = torch.cat([mask, torch.ones(B, T, dtype=mask.dtype, device=mask.device)], dim=1)  # what is to come is masked as the future
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+    later = torch.ones(B, T, dtype=mask.dtype, device=mask.device)
+    mask = torch.cat([mask, later], dim=1)  # what is to come is masked as the future
+    first = dict(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, logits_to_keep=1)
+    logits = model(**first).logits[:, -1]
     for layer in cache.layers:
         for name in ("keys", "values"):
             setattr(layer, name, getattr(layer, name).repeat_interleave(k, 0))
             torch._dynamo.mark_static_address(getattr(layer, name))
     logits, mask, place, u = *(x.repeat_interleave(k, 0) for x in (logits, mask, places[:, -1:])), u.flatten(0, 1)
     token, tokens, alive = torch.zeros_like(place), [], torch.ones(B * k, dtype=torch.bool, device=model.device)
-    step = wrap(lambda: (forward or model)(input_ids=token, attention_mask=mask, position_ids=place, past_key_values=cache).logits[:, -1], cache)
+    inputs = dict(input_ids=token, attention_mask=mask, position_ids=place, past_key_values=cache)
+    step = wrap(lambda: (forward or model)(**inputs).logits[:, -1], cache)
     for t in range(T):
-        tokens.append(draw(logits, u[:, t], temperature)[0])
+        tokens.append(rloo.draw(logits, u[:, t], top_k=int(greedy))[0])
         alive &= ~torch.isin(tokens[-1], ends)
         if t == T - 1 or not alive.any():
             break
         token.copy_(tokens[-1][:, None])
         place.add_(1)
         logits = step()
-    stop = set(ends.tolist())
-    rows = torch.stack(tokens, dim=1).tolist()
-    return [tuple(row[:next((t + 1 for t, x in enumerate(row) if x in stop), T)]) for row in rows]
+    return [until(row, set(ends.tolist())) for row in torch.stack(tokens, dim=1).tolist()]
 
 
-def theirs(ends, args, seed, temperature):
+def theirs(ends, args, seed, greedy):
     """A configuration for what transformers samples."""
     torch.manual_seed(seed)
-    choice = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0) if temperature else dict(do_sample=False)
+    choice = dict(do_sample=False) if greedy else dict(do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     return GenerationConfig(**choice, max_new_tokens=args.new_tokens, eos_token_id=ends.tolist(), pad_token_id=0)
 
 
-def usual(model, prompts, k, ends, args, seed, temperature):
-    ids, mask = pad([prompt for prompt in prompts for _ in range(k)], "left", model.device)
-    rows = model.generate(input_ids=ids, attention_mask=mask, generation_config=theirs(ends, args, seed, temperature))[:, ids.shape[1]:].tolist()
-    stop = set(ends.tolist())
-    return [tuple(row[:next((t + 1 for t, x in enumerate(row) if x in stop), len(row))]) for row in rows]
+def usual(model, prompts, k, ends, args, seed, greedy):
+    ids, mask = pad([prompt for prompt in prompts for _ in range(k)], model.device)
+    rows = model.generate(input_ids=ids, attention_mask=mask, generation_config=theirs(ends, args, seed, greedy))
+    return [until(row, set(ends.tolist())) for row in rows[:, ids.shape[1]:].tolist()]
 
 
-def continuous(model, prompts, k, ends, args, seed, temperature):
+def continuous(model, prompts, k, ends, args, seed, greedy):
     """Its results come with the prompts' numbers in their names, and in the order in which they ended."""
-    config = theirs(ends, args, seed, temperature)
+    config = theirs(ends, args, seed, greedy)
     config.num_return_sequences = k  # not in the constructor, which refuses it to greedy sampling
     found = model.generate_batch([list(p) for p in prompts], generation_config=config, progress_bar=False)
     number = {}
@@ -125,30 +141,36 @@ def main(args: Args):
     torch.manual_seed(0)
     torch._dynamo.config.cache_size_limit = 64
     model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=args.vocab, hidden_size=args.hidden, intermediate_size=4 * args.hidden, num_hidden_layers=args.layers, tie_word_embeddings=True,
-        num_attention_heads=args.hidden // 64, max_position_embeddings=args.prompt_tokens + args.new_tokens, bos_token_id=None, eos_token_id=None)).to(device).eval()
+        vocab_size=args.vocab, hidden_size=args.hidden, intermediate_size=4 * args.hidden,
+        num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64,
+        max_position_embeddings=args.prompt_tokens + args.new_tokens, tie_word_embeddings=True, bos_token_id=None,
+        eos_token_id=None)).to(device).eval()
+    paged = deepcopy(model)  # continuous batching has an attention of its own
+    share_prompts(model, args.dtype)
     rng = np.random.default_rng(0)
-    ends = torch.tensor(sorted(rng.permutation(args.vocab)[:round(args.vocab / args.mean_length)].tolist()), device=device)
+    ends = rng.permutation(args.vocab)[:round(args.vocab / args.mean_length)].tolist()
+    ends = torch.tensor(sorted(ends), device=device)
     lengths = rng.integers(args.prompt_tokens // 2, args.prompt_tokens + 1, args.prompts)
     prompts = [tuple(rng.integers(args.vocab, size=n).tolist()) for n in lengths]
     fast = torch.compile(model.forward, dynamic=False, mode="reduce-overhead" if device == "cuda" else "default")
-    asked = SimpleNamespace(dtype=args.dtype, max_new_tokens=args.new_tokens)
+    tokenizer = SimpleNamespace(eos_token_id=int(ends[0]))
 
     @torch.no_grad()
-    def ask(way, prompts, seed, temperature=1.0):
-        rng = np.random.default_rng(seed)
-        u = torch.from_numpy(rng.random((len(prompts), args.k, args.new_tokens))).to(device)
+    def ask(way, prompts, seed, greedy=False):
         model.generation_config = GenerationConfig(eos_token_id=ends.tolist())
+        if way == "loop":
+            flags = rloo.Args(dtype=args.dtype, max_new_tokens=args.new_tokens, rollout_tokens=10**9, seed=seed,
+                              top_k=int(greedy))
+            return [ys for _, ys in rloo.rollout(model, tokenizer, prompts, args.k, 1, flags).groups]
         with autocast(model, args.dtype):
-            if way == "loop":
-                return sample(model, SimpleNamespace(eos_token_id=int(ends[0])), prompts, args.k, np.random.default_rng(seed), asked, temperature, rollout_tokens=10**9)[0]
             if way == "continuous":
-                return continuous(model, prompts, args.k, ends, args, seed, temperature)
+                return continuous(paged, prompts, args.k, ends, args, seed, greedy)
             if way == "usual":
-                rows = usual(model, prompts, args.k, ends, args, seed, temperature)
+                rows = usual(model, prompts, args.k, ends, args, seed, greedy)
             else:
+                u = np.random.default_rng(seed).random((len(prompts), args.k, args.new_tokens))
                 how = dict(static={}, compiled=dict(forward=fast), graph=dict(wrap=captured))[way]
-                rows = static(model, prompts, u, ends, temperature=temperature, **how)
+                rows = static(model, prompts, torch.from_numpy(u).to(device), ends, greedy=greedy, **how)
         return [rows[at:at + args.k] for at in range(0, len(rows), args.k)]
 
     def seconds(way, seed):
@@ -163,17 +185,18 @@ def main(args: Args):
     for n in range(1, args.rounds + 1):
         for way in ways:
             later[way].append(seconds(way, n))
-    truth = [ask("usual", [prompt], 0, 0.0)[0] for prompt in prompts]
+    truth = [ask("usual", [prompt], 0, greedy=True)[0] for prompt in prompts]
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters / 1e6:,.0f} M parameters, {args.dtype}, {device}; {args.prompts} prompts of {lengths.min()} to {lengths.max()} tokens, {args.k} samples of at most "
-          f"{args.new_tokens}, {median(tokens for _, tokens in later[ways[0]]):,.0f} in all")
+    drawn = median(tokens for _, tokens in later[ways[0]])
+    print(f"{parameters / 1e6:,.0f} M parameters, {args.dtype}, {device}; {args.prompts} prompts of {lengths.min()} to "
+          f"{lengths.max()} tokens, {args.k} samples of at most {args.new_tokens}, {drawn:,.0f} tokens in all")
     print("| rollouts | seconds | tokens/s | first | exact | same |\n|---|---|---|---|---|---|")
     for way in ways:
-        greedy, drawn = ask(way, prompts, 0, 0.0), ask(way, prompts, 0)
-        exact = np.mean([y == z for ys, zs in zip(greedy, truth) for y, z in zip(ys, zs)])
+        best, drawn = ask(way, prompts, 0, greedy=True), ask(way, prompts, 0)
+        exact = np.mean([y == z for ys, zs in zip(best, truth) for y, z in zip(ys, zs)])
         same = np.mean([y in drawn[0] for y in ask(way, prompts[:1], 0)[0]])
-        rate = median(tokens / s for s, tokens in later[way])
-        print(f"| {way} | {median(s for s, _ in later[way]):.2f} | {rate:,.0f} | {first[way]:.1f} | {exact:.0%} | {same:.0%} |")
+        rate, taken = median(tokens / s for s, tokens in later[way]), median(s for s, _ in later[way])
+        print(f"| {way} | {taken:.2f} | {rate:,.0f} | {first[way]:.1f} | {exact:.0%} | {same:.0%} |")
 
 
 if __name__ == "__main__":

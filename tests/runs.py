@@ -1,4 +1,4 @@
-"""Short runs of the scripts with a tiny model, for the tests of references and adapters. Equal runs are made only once."""
+"""Short runs of the scripts with a tiny model, for tests of references and adapters. Equal runs are made only once."""
 import gc
 import os
 from functools import cache
@@ -30,13 +30,12 @@ IDS = torch.tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
 LORA = dict(lora_r=4, lora_alpha=32.0, lr=2e-2)  # a high learning rate, so that a few steps change the model visibly
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 BOTH = pytest.mark.parametrize("script", ["dpo", "kto"])
-LORA_OR_NOT = pytest.mark.parametrize("lora", [{}, pytest.param(LORA, marks=needs_peft)], ids=["full", "lora"])
 REWARD = '''
 def letters(prompts, completions, **columns):
     """Any two samples get different rewards."""
     return [sum(map(ord, completion[0]["content"])) % 101 / 101 for completion in completions]
 '''
-gc.freeze()  # ReferenceCache.fill collects garbage: without the modules' objects that takes a tenth of the time
+gc.freeze()  # ReferenceCache.fill collects garbage, which is quicker without the objects of all imported modules
 
 
 def save(model, name):
@@ -67,8 +66,8 @@ def arguments(script="dpo", **changes):
     """The arguments of a short run, with an output folder that is not there yet."""
     arguments.runs += 1
     train, held = data(script)
-    flags = dict(model=tiny(), data=train, eval_data=held, out=f"{FOLDER.name}/out{arguments.runs}", steps=3, batch_size=3,
-                 lr=3e-3, warmup=0.0, samples=0)
+    flags = dict(model=tiny(), data=train, eval_data=held, out=f"{FOLDER.name}/out{arguments.runs}", steps=3,
+                 batch_size=3, lr=3e-3, warmup=0.0, samples=0)
     if script == "rloo":
         (Path(FOLDER.name) / "reward_of_letters.py").write_text(REWARD)
         flags |= dict(reward=(f"{FOLDER.name}/reward_of_letters.py:letters",), max_new_tokens=8, samples=2)

@@ -1,4 +1,4 @@
-"""How rows of a file become token ids: formats, rendering, boundaries, truncation, counted rows, damaged and hostile files.
+"""How rows of a file become token ids: formats, rendering, boundaries, truncation, counted rows, hostile files.
 
 The code is the same text in every script (tests/test_scripts.py), so it is tested here through dpo.py and kto.py.
 """
@@ -65,7 +65,7 @@ def byte_level(front=(), back=(), **tokens):
     return PreTrainedTokenizerFast(tokenizer_object=backend, **dict(bos_token="<s>", eos_token="</s>") | tokens)
 
 
-# ---- Rendering --------------------------------------------------------------------------------------------------------
+# ---- Rendering ------------------------------------------------------------------------------------------------------
 
 
 def test_chats_end_as_their_template_ends_them(load):
@@ -82,12 +82,13 @@ def test_strings_end_with_one_eos_token(load):
     assert first[:3] == second[:3]
 
 
-def test_pairs_without_a_prompt_share_the_beginning_of_their_answers(load):
+def test_pairs_without_a_prompt_share_the_beginning_of_their_answers(load, capsys):
     chat = CHATS[0]
     named = load([dict(prompt="How was it? It", chosen=" was fine.", rejected=" stank."), chat])
     shared = load([dict(chosen="How was it? It was fine.", rejected="How was it? It stank."),
                    dict(chosen=chat["prompt"] + chat["chosen"], rejected=chat["prompt"] + chat["rejected"])])
     assert [row[:3] for row in named] == [row[:3] for row in shared]
+    assert "cut" not in capsys.readouterr().out, "the space before the answers is no part of their prompt"
 
 
 def test_ultrafeedback_layout_is_a_string_prompt_and_whole_conversations(load):
@@ -126,7 +127,7 @@ def test_columns_of_the_file_are_kept(load):
     assert row["thing"] == CHATS[0]["thing"] and row["prompt"] == CHATS[0]["prompt"]
 
 
-# ---- The boundary between prompt and answer ----------------------------------------------------------------------------
+# ---- The boundary between prompt and answer -------------------------------------------------------------------------
 
 
 def test_a_token_that_spans_the_end_of_the_prompt_moves_to_the_answers(load, capsys):
@@ -200,7 +201,7 @@ def test_a_chat_gets_no_bos_beyond_its_template(load):
     assert row.prompt.count(tokenizer.bos_token_id) == 1 and row.prompt[0] == tokenizer.bos_token_id
 
 
-# ---- Rows that do not fit ----------------------------------------------------------------------------------------------
+# ---- Rows that do not fit -------------------------------------------------------------------------------------------
 
 
 def test_rows_that_are_too_long_are_dropped_and_counted(load, capsys):
@@ -225,14 +226,16 @@ def test_answers_that_leave_no_room_for_a_prompt_are_dropped_even_with_truncate(
     assert "1 dropped: longer than 60 tokens" in capsys.readouterr().out
 
 
-# ---- Rows that are left out, and rows that are refused -----------------------------------------------------------------
+# ---- Rows that are left out, and rows that are refused --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad, words", [
     (dict(TEXT, prompt=""), "prompt is empty"), (dict(TEXT, chosen=""), "chosen is empty"),
     (dict(TEXT, chosen=" \n"), "chosen is empty"), (dict(CHATS[0], prompt=[]), "prompt is empty"),
-    (dict(CHATS[0], chosen=said("")), "chosen is empty"), (dict(TEXT, chosen=TEXT["rejected"]), "chosen equals rejected"),
+    (dict(CHATS[0], chosen=said("")), "chosen is empty"),
+    (dict(TEXT, chosen=TEXT["rejected"]), "chosen equals rejected"),
     (dict(TEXT, chosen=" same" + END, rejected=" same"), "both answers the same"),
+    (dict(TEXT, chosen="The tea was warm.", rejected="The tea was bad."), "begin with the prompt"),
     (dict(chosen="x", rejected="y"), "no column prompt"), (dict(chosen="x", rejected="xy"), "no column prompt"),
 ])
 @pytest.mark.parametrize("script", [dpo, kto])
@@ -253,7 +256,8 @@ def test_rows_that_teach_nothing_are_dropped_and_counted_with_the_first_place(lo
     (dict(TEXT, prompt=None), "prompt must be"), (dict(CHATS[0], chosen=[{"role": "assistant"}]), "chosen must be"),
     (dict(CHATS[0], chosen=["a"]), "chosen must be"), (dict(CHATS[0], chosen=[{"content": "a"}]), "chosen must be"),
     (dict(CHATS[0], chosen=[{"role": "assistant", "content": [{"type": "text"}]}]), "chosen must be"),
-    (dict(TEXT, chosen=json.dumps(said("a"))), "chosen must be"), (dict(CHATS[0], chosen="a", rejected="b"), "rendered"),
+    (dict(TEXT, chosen=json.dumps(said("a"))), "chosen must be"),
+    (dict(CHATS[0], chosen="a", rejected="b"), "rendered"),
     (dict(TEXT, chosen=" \ud800"), "cannot be rendered"), (dict(TEXT, prompt="half \udfff"), "cannot be rendered"),
 ])
 def test_malformed_rows_are_refused_in_one_sentence_that_names_the_line(load, bad, words):
@@ -264,8 +268,10 @@ def test_malformed_rows_are_refused_in_one_sentence_that_names_the_line(load, ba
 
 @pytest.mark.parametrize("bad, words", [
     (dict(prompt="a", completion=" b"), "label must be true or false.*None.*columns: .*prompt.*completion"),
-    (dict(prompt="a", completion=" b", label=0.5), "not '?0.5"), (dict(prompt="a", completion=" b", label="good"), "label"),
-    (dict(prompt="a", completion=" b", label=[1]), "label"), (dict(prompt="a", completion=" b", label="x" * 999), "label"),
+    (dict(prompt="a", completion=" b", label=0.5), "not '?0.5"),
+    (dict(prompt="a", completion=" b", label="good"), "label"),
+    (dict(prompt="a", completion=" b", label=[1]), "label"),
+    (dict(prompt="a", completion=" b", label="x" * 999), "label"),
     (dict(prompt="a", label=True), "must be"), (dict(completion=" b", label=True), "prompt must be")])
 def test_malformed_feedback_is_refused_in_one_sentence_that_names_the_line(load, bad, words):
     with pytest.raises(BadInput, match=rf"rows.jsonl line 2\b.*{words}") as error:
@@ -287,7 +293,7 @@ def test_pairs_give_kto_one_row_of_each_kind(load):
     assert [row[:2] for row in rows] == [(pair.prompt, y) for pair in pairs for y in (pair.chosen, pair.rejected)]
 
 
-# ---- Files -------------------------------------------------------------------------------------------------------------
+# ---- Files ----------------------------------------------------------------------------------------------------------
 
 ROWS = [dict(prompt=f"The tea, {i}", chosen=' was "warm",\nvery.', rejected=" was bad.") for i in range(3)]
 
@@ -331,7 +337,8 @@ def test_errors_in_other_formats_name_the_row(load, tmp_path, suffix):
     ("nothing.jsonl", "no such file"), ("nothing.csv", "no such file"), ("rows.txt", ".jsonl, .json"),
     ("rows", ".jsonl, .json"), ("empty.jsonl", "holds no rows"), ("blank.jsonl", "holds no rows")])
 def test_files_that_cannot_be_read_are_named(load, tmp_path, name, words):
-    for file, text in {"rows.txt": json.dumps(TEXT), "rows": json.dumps(TEXT), "empty.jsonl": "", "blank.jsonl": "\n \r\n"}.items():
+    texts = {"rows.txt": json.dumps(TEXT), "rows": json.dumps(TEXT), "empty.jsonl": "", "blank.jsonl": "\n \r\n"}
+    for file, text in texts.items():
         (tmp_path / file).write_text(text)
     with pytest.raises(BadInput, match=f"{name}.*{words}"):
         load(tmp_path / name)
@@ -384,8 +391,8 @@ def test_hostile_files_are_refused_in_one_sentence(load, tmp_path, name, script)
     assert name in str(error.value) and len(str(error.value).splitlines()) == 1 and len(str(error.value)) < 700
 
 
-ODD = ["\ufeff", "\0", "\r\n", "\u2028", "\u202eשלום", "👩‍👩‍👧", "e\u0301", " ", "\n\n", " \t ", END, "<|assistant|>", "</s>", "[{", "1e999",
-       '"', "a", "Is", " the", " tea", "long " * 40, "ـ", "\x7f"]
+ODD = ["\ufeff", "\0", "\r\n", "\u2028", "\u202eשלום", "👩‍👩‍👧", "e\u0301", " ", "\n\n", " \t ", END, "<|assistant|>",
+       "</s>", "[{", "1e999", '"', "a", "Is", " the", " tea", "long " * 40, "ـ", "\x7f"]
 JUNK = [b"", b"x", b'{"a":' * 99, b"NaN", b'"', b",", b"\\ud800", b"\xff", b"\0", b"\r", b"\n\n", b"\xef\xbb\xbf", b"]",
         b"\xe2\x80\xa8", b"null", b"{}", b"}\n{"]
 
@@ -393,11 +400,13 @@ JUNK = [b"", b"x", b'{"a":' * 99, b"NaN", b'"', b",", b"\\ud800", b"\xff", b"\0"
 def odd_rows(rng, n):
     """Rows of odd text: strings or chats, as pairs or as feedback."""
     def text(): return "".join(rng.choices(ODD, k=rng.randint(0, 4)))
-    def chat(): return [{"role": rng.choice(["user", "assistant", "system", "tool"]), "content": text()} for _ in range(rng.randint(1, 3))]
+    def message(): return {"role": rng.choice(["user", "assistant", "system", "tool"]), "content": text()}
+    def chat(): return [message() for _ in range(rng.randint(1, 3))]
     for _ in range(n):
         make = rng.choice([text, chat])
         pair = dict(prompt=make(), chosen=make(), rejected=make(), id=rng.choice([None, 10**400, float("nan"), [[{}]]]))
-        yield pair if rng.random() < 0.7 else dict(prompt=pair["prompt"], completion=pair["chosen"], label=rng.choice([True, 0, "1"]))
+        feedback = dict(prompt=pair["prompt"], completion=pair["chosen"], label=rng.choice([True, 0, "1"]))
+        yield pair if rng.random() < 0.7 else feedback
 
 
 def check_rows(rows, tokenizer, limit, truncate):
@@ -442,7 +451,8 @@ def test_odd_and_damaged_files_are_read_right_or_refused_in_one_sentence(tmp_pat
             outcomes.append("refused")
             continue
         kept, of = map(int, re.search(r": (\d+) of (\d+) rows", printed := capsys.readouterr().out).groups())
-        assert kept == len({id(row.row) for row in rows}) and kept + sum(map(int, re.findall(r"(\d+) dropped", printed))) == of
+        assert kept == len({id(row.row) for row in rows})
+        assert kept + sum(map(int, re.findall(r"(\d+) dropped", printed))) == of
         check_rows(rows, tokenizer, 60, truncate)
         outcomes.append("read")
     assert min(outcomes.count("read"), outcomes.count("refused")) > files / 10

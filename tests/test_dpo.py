@@ -34,6 +34,7 @@ def write(path, rows):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Data files, and a cache of the reference that all runs share."""
+    gc.freeze()  # what is imported: every pass over a reference collects garbage, and would look at all of it
     folder = tmp_path_factory.mktemp("dpo")
     write(folder / "train.jsonl", ROWS[:20])
     write(folder / "eval.jsonl", ROWS[20:])
@@ -95,15 +96,15 @@ def pairs_of(args):
     return [dpo.load_rows(source, TOKENIZER, 256, args) for source in (args.data, args.eval_data)]
 
 
-# ---- A run, and what it leaves -----------------------------------------------------------------------------------------
+# ---- A run, and what it leaves --------------------------------------------------------------------------------------
 
 
 def test_learns_from_a_part_of_the_demo(folder):
     lines = (ROOT / "demo/pairs.jsonl").open().readlines()
-    (folder / "many.jsonl").write_text("".join(lines[24:152]))
-    (folder / "many_eval.jsonl").write_text("".join((ROOT / "demo/pairs_test.jsonl").open().readlines()[:32]))
-    history = dpo.main(Args(model=MODEL, data=str(folder / "many.jsonl"), eval_data=str(folder / "many_eval.jsonl"), steps=16,
-                            batch_size=16, lr=3e-4, out=str(folder / "learns"), max_new_tokens=20,
+    (folder / "many.jsonl").write_text("".join(lines[24:120]))
+    (folder / "many_eval.jsonl").write_text("".join((ROOT / "demo/pairs_test.jsonl").open().readlines()[:24]))
+    history = dpo.main(Args(model=MODEL, data=str(folder / "many.jsonl"), eval_data=str(folder / "many_eval.jsonl"),
+                            steps=14, batch_size=12, lr=4e-4, out=str(folder / "learns"), max_new_tokens=20,
                             score=f"{ROOT}/demo/score.py:success"))
     assert history[0]["eval_rewards/accuracies"] == 0.5 and history[-1]["eval_rewards/accuracies"] > 0.7
     assert history[0]["eval_score"] + 0.3 < history[-1]["eval_score"]
@@ -187,7 +188,8 @@ def test_lr_zero_changes_nothing(run):
     assert done.history[-1]["eval_loss"] == done.history[0]["eval_loss"]
 
 
-@pytest.mark.parametrize("changes", [dict(tokens_per_forward=90), dict(gradient_checkpointing=True)], ids=lambda x: [*x][0])
+@pytest.mark.parametrize("changes", [dict(tokens_per_forward=90), dict(gradient_checkpointing=True)],
+                         ids=lambda changes: [*changes][0])
 def test_memory_knobs_change_memory_only(first, run, changes):
     done = run(eval_every=2, **changes)
     assert largest_difference(weights(first), weights(done)) < 2e-5
@@ -211,9 +213,9 @@ def test_cached_run_equals_a_slow_loop_with_two_models(first):
 
     for step in (1, 2, 3):
         optimizer.param_groups[0]["lr"] = 1e-3 * lr_factor(step, 3, 0.1, "linear")
-        losses = [-torch.nn.functional.logsigmoid(0.1 * (log_ratio(pair.prompt, pair.chosen) - log_ratio(pair.prompt, pair.rejected)))
-                  for pair in batch_rows(step, train, 4, 0)]
-        loss = torch.stack(losses).mean()
+        pairs = batch_rows(step, train, 4, 0)
+        ratios = [[log_ratio(pair.prompt, y) for y in (pair.chosen, pair.rejected)] for pair in pairs]
+        loss = torch.stack([-torch.nn.functional.logsigmoid(0.1 * (c - r)) for c, r in ratios]).mean()
         assert loss.item() == pytest.approx(first.history[step]["loss"], abs=1e-5)
         optimizer.zero_grad()
         loss.backward()
@@ -232,15 +234,18 @@ def test_bfloat16_forwards_train_weights_in_float32(run):
 def test_loss_flags_reach_the_run(run, folder):
     """Several losses, one of which reads the data's rewards: (0 − 2 (1 − 0.25))² · 0.5 + ln 2 at the reference."""
     rows = [dict(row, chosen_reward=1.0, rejected_reward=0.25) for row in ROWS]
-    files = dict(data=write(folder / "scored.jsonl", rows[:20]), eval_data=write(folder / "scored_eval.jsonl", rows[20:]))
-    done = run(**files, loss=("rpo_sq", "sigmoid"), loss_weights=(0.5, 1.0), rpo_eta=2.0, steps=1)
+    data, eval_data = write(folder / "scored.jsonl", rows[:20]), write(folder / "scored_eval.jsonl", rows[20:])
+    done = run(data=data, eval_data=eval_data, steps=1, loss=("rpo_sq", "sigmoid"), loss_weights=(0.5, 1.0),
+               rpo_eta=2.0)
     assert done.history[1]["loss"] == pytest.approx(0.5 * 1.5 ** 2 + math.log(2), abs=1e-4)
 
 
 @pytest.mark.parametrize("model_type, config", [
-    ("opt", dict(dropout=0.5, ffn_dim=64, word_embed_proj_dim=32)), ("falcon", dict(hidden_dropout=0.5, attention_dropout=0.5))])
+    ("opt", dict(dropout=0.5, ffn_dim=64, word_embed_proj_dim=32)),
+    ("falcon", dict(hidden_dropout=0.5, attention_dropout=0.5))])
 def test_dropout_in_the_config_is_off_also_with_gradient_checkpointing(tmp_path, model_type, config):
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **SMALL | config)).save_pretrained(tmp_path / "model")
+    config = AutoConfig.for_model(model_type, **SMALL | config)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     groups, logps = [((5, 9, 33), [(60, 12, 7), (90, 41)])], []
     for checkpointing in (True, True, False):
         args = Args(dtype="float32", gradient_checkpointing=checkpointing)
@@ -250,7 +255,7 @@ def test_dropout_in_the_config_is_off_also_with_gradient_checkpointing(tmp_path,
     assert logps[0].equal(logps[1]) and torch.allclose(logps[0], logps[2], atol=1e-5)
 
 
-# ---- The reference -----------------------------------------------------------------------------------------------------
+# ---- The reference --------------------------------------------------------------------------------------------------
 
 
 def test_never_two_models_in_memory(first):
@@ -324,7 +329,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_steps_before(run, argumen
     assert not (Path(args.out) / "model").exists() and "step 1 is saved" in error.value.__notes__[0]
 
 
-# ---- Order, held-out rows, learning rate -------------------------------------------------------------------------------
+# ---- Order, held-out rows, learning rate ----------------------------------------------------------------------------
 
 
 def test_batches_are_permutations_and_a_function_of_seed_and_step():
@@ -346,8 +351,9 @@ def test_hold_out_keeps_all_rows_of_a_prompt_on_one_side():
 
 def test_held_out_prompts_are_not_trained_on(run, monkeypatch):
     trained, backward = [], dpo.backward
-    monkeypatch.setattr(dpo, "backward", lambda policy, rows, *rest: trained.extend(rows) or backward(policy, rows, *rest))
-    done = run(eval_data=None, eval_size=2, samples=2, max_new_tokens=2, steps=None, epochs=2.0, batch_size=9, tokens_per_forward=400)
+    monkeypatch.setattr(dpo, "backward", lambda policy, rows, *rest: trained.extend(rows) or
+                        backward(policy, rows, *rest))
+    done = run(eval_data=None, eval_size=2, samples=2, max_new_tokens=2, steps=None, epochs=2.0, batch_size=9)
     held = [json.loads(line)["prompt"] for line in open(done.out / "samples.jsonl")]
     assert len(held) == 4 and len(done.history) == 1 + 4 and len(trained) == 36  # 2 epochs of 18 rows
     assert not [row for row in trained if row.row["prompt"] in held] and "eval_loss" in done.history[0]
@@ -379,10 +385,11 @@ def test_learning_rate_rises_over_the_warmup_and_falls_to_almost_zero():
 
 
 def test_learning_rates_of_a_run_are_those_of_the_schedule(first):
-    assert [values["lr"] for values in first.history[1:]] == pytest.approx([1e-3 * lr_factor(n, 3, 0.1, "linear") for n in (1, 2, 3)])
+    expected = [1e-3 * lr_factor(step, 3, 0.1, "linear") for step in (1, 2, 3)]
+    assert [values["lr"] for values in first.history[1:]] == pytest.approx(expected)
 
 
-# ---- Answers to held-out prompts, and their scores ---------------------------------------------------------------------
+# ---- Answers to held-out prompts, and their scores ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -392,8 +399,8 @@ def policy():
 
 def answers_of(policy, score=None, seed=0, **changes):
     args = Args(model=MODEL, dtype="float32", **dict(max_new_tokens=12, score="score.py:rate") | changes)
-    held = [SimpleNamespace(prompt=tuple(TOKENIZER.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)),
-                            row=row) for row in ROWS]
+    held = [SimpleNamespace(row=row, prompt=tuple(TOKENIZER.apply_chat_template(
+        row["prompt"], add_generation_prompt=True, return_dict=False))) for row in ROWS]
     torch.manual_seed(seed)
     return dpo.answer(policy, TOKENIZER, held, score, 7, args)
 
@@ -401,12 +408,22 @@ def answers_of(policy, score=None, seed=0, **changes):
 def test_answers_come_from_the_model_whatever_its_generation_config_says(policy):
     plain, _ = answers_of(policy)
     warped = deepcopy(policy)
-    for name, value in dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0, no_repeat_ngram_size=1,
-                            suppress_tokens=list(range(10, 400)), min_new_tokens=12, max_length=3, do_sample=True).items():
+    warp = dict(temperature=0.1, top_k=1, top_p=0.1, repetition_penalty=5.0, no_repeat_ngram_size=1, min_new_tokens=12,
+                suppress_tokens=list(range(10, 400)), max_length=3, do_sample=True)
+    for name, value in warp.items():
         setattr(warped.generation_config, name, value)
     assert answers_of(warped)[0] == plain and len({sample["completion"] for sample in plain}) > 15
     assert warped.generation_config.top_k == 1, "it is saved with the model"
     assert answers_of(policy, seed=1)[0] != plain and all(sample["step"] == 7 for sample in plain)
+
+
+def test_answers_are_drawn_from_the_whole_vocabulary(policy):
+    """Of 704 equally probable tokens; transformers' default would keep 50."""
+    uniform = deepcopy(policy)
+    with torch.no_grad():
+        uniform.lm_head.weight.zero_()
+    samples, _ = answers_of(uniform)
+    assert len({token for sample in samples for token in TOKENIZER(sample["completion"]).input_ids}) > 100
 
 
 def test_answers_end_before_their_eos_token(policy):
@@ -462,7 +479,7 @@ def test_scorers_that_fail_are_named(policy, score, words):
 
 def test_score_files_are_loaded_with_their_neighbours(tmp_path):
     (tmp_path / "neighbour_of_score.py").write_text("value = 4.0\n")
-    (tmp_path / "my_score.py").write_text("from neighbour_of_score import value\ndef rate(**columns):\n    return value\n")
+    (tmp_path / "my_score.py").write_text("from neighbour_of_score import value\ndef rate(): return value\n")
     assert dpo.load_function(f"{tmp_path}/my_score.py:rate")() == 4.0
     (tmp_path / "json.py").write_text("def rate(): pass\n")
     (tmp_path / "broken_score.py").write_text("1 / 0\n")
@@ -488,11 +505,12 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     assert dpo.main(args) == [] and not Path(args.out).exists()
     printed = capsys.readouterr().out
     for row in (ROWS[0]["chosen"], ROWS[0]["rejected"]):
-        assert "".join(f"[{token}]" for token in TOKENIZER.batch_decode([[i] for i in TOKENIZER(row[0]["content"]).input_ids])) in printed
+        tokens = TOKENIZER.batch_decode([[token] for token in TOKENIZER(row[0]["content"]).input_ids])
+        assert "".join(f"[{token}]" for token in tokens) in printed
     assert ROWS[0]["prompt"][0]["content"] in printed and printed.count("[<|end|>]") == 2
 
 
-# ---- What is refused ---------------------------------------------------------------------------------------------------
+# ---- What is refused ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -514,7 +532,8 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     (dict(samples=-1), "--samples"), (dict(eval_size=-1), "--eval_size"), (dict(epochs=math.inf), "--epochs"),
     (dict(epochs=0.0), "--epochs"), (dict(max_grad_norm=0.0), "--max_grad_norm"), (dict(beta=0.0), "--beta"),
     (dict(beta=math.nan), "--beta"), (dict(batch_size=0), "--batch_size"), (dict(steps=0), "--steps"),
-    (dict(steps=2.5), "--steps"), (dict(save_dtype="float16"), "--save_dtype"), (dict(gradient_checkpointing="no"), "--grad"),
+    (dict(steps=2.5), "--steps"), (dict(save_dtype="float16"), "--save_dtype"),
+    (dict(gradient_checkpointing="no"), "--grad"),
     (dict(score="nothing.py:f"), "nothing.py:f"), (dict(max_length=5), "too few rows"),
 ])
 def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(arguments, changes, words):
@@ -560,8 +579,9 @@ def test_lacking_weights_are_refused(arguments, tmp_path):
         dpo.main(arguments(model=str(tmp_path / "other"), ref="none", ref_cache=None))
 
 
-@pytest.mark.parametrize("error, code", [(BadInput("where, what"), 2), (dpo.Stopped("step 3 is saved"), 1), (OSError("disk full"), 1),
-                                         (KeyboardInterrupt(), 130), (torch.OutOfMemoryError("out of memory"), 1)])
+@pytest.mark.parametrize("error, code", [
+    (BadInput("where, what"), 2), (dpo.Stopped("step 3 is saved"), 1), (OSError("disk full"), 1),
+    (KeyboardInterrupt(), 130), (torch.OutOfMemoryError("out of memory"), 1)])
 def test_the_command_line_says_one_sentence_and_exits_with_a_code(monkeypatch, capsys, error, code):
     def main(args):
         raise error

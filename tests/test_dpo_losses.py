@@ -1,4 +1,4 @@
-"""The losses of dpo.py: values and gradients against plain Python, properties that all of them share, and their metrics."""
+"""The losses of dpo.py: values and gradients against plain Python, properties that all of them share, their metrics."""
 from math import exp, log
 from typing import get_args, get_type_hints
 
@@ -202,10 +202,12 @@ def test_rewards_of_simpo_are_averaged_over_tokens():
     assert values["rewards/margins"] == pytest.approx(2 * ((-20 / 8 + 24 / 6) + (-35 / 10 + 31 / 14)) / 2)
 
 
-# ---- From tokens to the batch: dpo.measure and dpo.backward -----------------------------------------------------------
+# ---- From tokens to the batch: dpo.measure and dpo.backward ---------------------------------------------------------
 
-ROWS = [dpo.Row((5, 9, 33), (60, 12, 7, 2), (90, 2), 1.0, 0.5, {}), dpo.Row((8, 3), (77, 2), (21, 4, 96, 5, 2), 0.3, 0.1, {}),
-        dpo.Row((8, 3, 14, 20), (17, 30, 2), (41, 6, 2), 0.9, 0.0, {}), dpo.Row((50,), (51, 52, 53, 54, 2), (55, 2), 0.0, 0.0, {})]
+ROWS = [dpo.Row((5, 9, 33), (60, 12, 7, 2), (90, 2), 1.0, 0.5, {}),
+        dpo.Row((8, 3), (77, 2), (21, 4, 96, 5, 2), 0.3, 0.1, {}),
+        dpo.Row((8, 3, 14, 20), (17, 30, 2), (41, 6, 2), 0.9, 0.0, {}),
+        dpo.Row((50,), (51, 52, 53, 54, 2), (55, 2), 0.0, 0.0, {})]
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +259,8 @@ def test_loss_and_gradient_are_the_same_under_any_micro_batching(policy_and_know
     with torch.no_grad():
         whole = objective(dpo.measure(policy, ROWS, known, args), args).mean().item()
     for values, gradient in seen:
-        assert values == pytest.approx(seen[0][0], rel=1e-4, abs=1e-4) and values["loss"] == pytest.approx(whole, rel=1e-4)
+        assert values == pytest.approx(seen[0][0], rel=1e-4, abs=1e-4)
+        assert values["loss"] == pytest.approx(whole, rel=1e-4)
         torch.testing.assert_close(gradient, seen[0][1], rtol=1e-3, atol=1e-4 * seen[0][1].abs().max().item())
     assert seen[0][1].abs().max() > 1e-4
 
@@ -271,7 +274,8 @@ def test_gradient_of_a_batch_is_that_of_its_mean_loss(policy_and_known):
     policy.zero_grad()
     loss = 0.0
     for row in ROWS:
-        c, r = ((token_logps(policy, row.prompt, y) - tensor(known[row.prompt, y])).sum() for y in (row.chosen, row.rejected))
+        c, r = ((token_logps(policy, row.prompt, y) - tensor(known[row.prompt, y])).sum()
+                for y in (row.chosen, row.rejected))
         loss = loss - torch.nn.functional.logsigmoid(0.3 * (c - r)) / len(ROWS)
     loss.backward()
     for p, g in zip(policy.parameters(), gradient):

@@ -1,4 +1,4 @@
-"""On a GPU: the numbers of a CPU, the kernel of half precision, pinned memory, and every script from end to end in bfloat16."""
+"""On a GPU: the numbers of a CPU, the kernel of half precision, pinned memory, and every script in bfloat16."""
 import pytest
 import torch
 from models import make
@@ -45,7 +45,7 @@ def test_bfloat16_kernel_is_as_close_to_one_float32_forward_per_sequence_as_the_
     monkeypatch.setattr(refcache, "one_kernel_serves", lambda query, value: False)
     loop = errors(name, SAMPLES[k], truth)
     assert not calls
-    for ours, theirs, bound in zip(one_kernel, loop, (0.1, 0.1)):
+    for ours, theirs, bound in zip(one_kernel, loop, (0.02, 0.06)):
         assert ours < bound and ours < 1.5 * theirs + 1e-3
 
 
@@ -69,7 +69,8 @@ def test_swap_through_pinned_memory_restores_every_bit():
 
 def test_frozen_weights_stored_in_bfloat16_change_no_bit():
     halved = AutoModelForCausalLM.from_pretrained(tiny()).bfloat16()
-    models = [load(folder, dtype="bfloat16").cuda() for folder in (save(halved, "halved"), save(halved.float(), "widened"))]
+    folders = save(halved, "halved"), save(halved.float(), "widened")
+    models = [load(folder, dtype="bfloat16").cuda() for folder in folders]
     assert [torch.bfloat16 in {p.dtype for p in model.parameters()} for model in models] == [True, False]
     with torch.no_grad():
         one, two = (flat(completion_logprobs(model, GROUPS, dtype="bfloat16")) for model in models)
@@ -85,14 +86,14 @@ def test_greedy_rollouts_are_those_of_one_prompt_at_a_time():
     assert together == [rloo.rollout(policy, Tokenizer, [prompt], 3, 1, args).groups[0] for prompt in prompts]
 
 
-def test_rollout_in_bfloat16_sees_the_log_probs_of_training(run):  # noqa: F811
+def test_rollout_in_bfloat16_sees_the_log_probs_of_training(run):
     """check_start of rloo.py refuses a run whose sampler and training disagree; kl begins at 0."""
     assert abs(run("rloo", dtype="bfloat16").history[1]["kl"]) < 1e-2
 
 
 @pytest.mark.parametrize("lora", [{}, dict(lora_r=4, lr=1e-2)])
 @pytest.mark.parametrize("script", ["dpo", "kto"])
-def test_float32_run_is_the_same_cached_swapped_and_live(run, script, lora):  # noqa: F811
+def test_float32_run_is_the_same_cached_swapped_and_live(run, script, lora):
     pytest.importorskip("peft") if lora else None
     cached, *others = (run(script, ref=ref, dtype="float32", **lora) for ref in ("cache", "swap", "live"))
     for other in others:
@@ -101,7 +102,8 @@ def test_float32_run_is_the_same_cached_swapped_and_live(run, script, lora):  # 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script, flags", [("dpo", {}), ("kto", {}), ("rloo", {}), ("dpo", dict(ref="swap")), ("dpo", dict(ref="live"))])
+@pytest.mark.parametrize("script, flags", [
+    ("dpo", {}), ("kto", {}), ("rloo", {}), ("dpo", dict(ref="swap")), ("dpo", dict(ref="live"))])
 def test_every_script_learns_the_demo_in_bfloat16(script, flags, tmp_path):
     history = SCRIPTS[script].main(SCRIPTS[script].Args(out=str(tmp_path), dtype="bfloat16", **flags))
     assert history[0]["eval_score"] < 0.5 and history[-1]["eval_score"] > 0.9

@@ -23,7 +23,8 @@ GROUPS = [(P, [(12, 4, 55, 2), (60, 2), (12, 33, 71, 80, 6, 19, 2)]), (Q, [(44, 
           (P + Q + P, [(13, 14, 15, 16, 2), (13, 14, 2)])]
 EIGHT = [(12, 4, 55), (60,), (12, 33, 71, 80, 6, 19), (44, 2), (12, 4), (7, 7, 7, 7), (1, 2), (90,)]
 SAMPLES = {k: [(P, EIGHT[:k]), (P + Q + P, EIGHT[-k:]), (R, EIGHT[:k])] for k in (1, 2, 8)}  # k completions per prompt
-ON_CUDA = ["llama", "qwen3", "gpt2", "mistral-window-5", "mistral-window-200", "gemma3-window-6"]
+ON_CUDA = ["llama", "qwen3", "gpt2", "mistral-window-5", "mistral-window-200", "gemma3-window-6",
+           "granite-logits-scaling"]  # Granite scales its scores in its own way
 
 
 def slow(model, groups, temperature=1.0):
@@ -311,10 +312,11 @@ def test_kernel_with_a_window_off_by_one_is_not_trusted(name, extra, monkeypatch
     assert_close([flat(completion_logprobs(model, GROUPS))], [flat(slow(make(name), GROUPS))])
 
 
-def test_kernel_is_tried_in_the_dtype_of_the_forwards_to_come(monkeypatch):
-    Kernel(monkeypatch, torch.bfloat16, extra=3)
-    assert share_prompts(make("mistral-window-5"), "float32")
-    assert not share_prompts(make("mistral-window-5"), "bfloat16")
+@pytest.mark.parametrize("kernel, dtype, shares", [
+    (torch.bfloat16, "float32", True), (torch.bfloat16, "bfloat16", False), (torch.float32, "bfloat16", False)])
+def test_sharing_is_tried_in_float32_and_in_the_dtype_of_the_forwards(monkeypatch, kernel, dtype, shares):
+    Kernel(monkeypatch, kernel, extra=3)
+    assert share_prompts(make("mistral-window-5"), dtype) == shares
 
 
 def test_second_share_prompts_can_end_sharing(monkeypatch):
@@ -410,6 +412,41 @@ def test_attention_that_ignores_spans_gets_padded_rows(monkeypatch, capsys):
     model = make("llama")
     assert not share_prompts(model) and "padded rows: a shared prompt change" in capsys.readouterr().out
     assert_exact(model)
+
+
+def test_attention_that_is_slightly_off_gets_padded_rows(monkeypatch):
+    shared = ALL_ATTENTION_FUNCTIONS[SHARED]
+    def slightly_off(*args, spans=None, **kwargs):
+        return shared(*args, spans=spans, **kwargs)[0] * (1 if spans is None else 1.005), None
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, slightly_off)
+    assert not share_prompts(make("llama"))
+
+
+def test_model_whose_log_probs_do_not_show_the_spans_gets_padded_rows():
+    model = make("llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()  # nothing that attention does can be seen: no evidence
+    assert not share_prompts(model)
+
+
+def test_decoder_that_takes_no_other_keywords_gets_padded_rows():
+    model = make("llama")
+    forward = model.model.forward
+    def strict(input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+               use_cache=None):
+        return forward(input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache=use_cache)
+    model.model.forward = strict
+    assert_exact(model)
+    assert not shares_prompts(model)
+
+
+@pytest.mark.parametrize("keyword", ["softcap", "s_aux", "position_bias"])
+def test_attention_with_more_than_masked_scores_gets_padded_rows(monkeypatch, capsys, keyword):
+    shared = ALL_ATTENTION_FUNCTIONS[SHARED]
+    def more(*args, **kwargs):
+        return shared(*args, **kwargs, **{keyword: torch.ones(1)})
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, more)
+    assert not share_prompts(make("llama")) and "softcapped scores" in capsys.readouterr().out
 
 
 def test_mask_that_only_longer_rows_have_ends_sharing_and_says_so(monkeypatch, capsys):

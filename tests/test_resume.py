@@ -1,489 +1,650 @@
-"""Runs that are killed: the same command goes on, and ends with the same bits as if nothing had happened."""
+"""Runs that end early: the same command goes on, and ends with the same bits as a run that was never interrupted."""
 import importlib
 import json
-import math
 import multiprocessing
 import os
+import pickle
 import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from runs import needs_peft
-from transformers import AutoModelForSequenceClassification
 
 import dpo
 import kto
-import refcache
 import rloo
-from refcache import BadInput, Stopped
+from refcache import BadInput, ReferenceCache
 
 ROOT = Path(dpo.__file__).parent
 MODEL = str(ROOT / "demo/model")
-REWARD = '''
-import random, sys
+SCRIPTS = {"dpo": dpo, "kto": kto, "rloo": rloo}
+DATA = {"dpo": "pairs", "kto": "feedback", "rloo": "prompts"}
+REWARD = """
+import random
 import numpy as np
-sys.path.insert(0, "{root}/demo")
-from score import sentiment
-def noisy(prompts, completions, **columns):  # its random states belong to the checkpoint too
-    return [x + random.random() + np.random.rand() for x in sentiment(prompts, completions, **columns)]
-'''
-RUNS = {  # name -> (script, data, what is special): together they have every kind of state
-    "dpo": ("dpo", "pairs", dict(eval_every=2)),
-    "dpo-moving": ("dpo", "pairs", dict(ref="swap", ref_ahead=3, sync_reference=2, sync_mix=0.6)),
-    "kto": ("kto", "feedback", dict(tokens_per_forward=300)),
-    "kto-lora": ("kto", "feedback", dict(ref="adapter", lora_r=4, lora_dropout=0.3, humanline=True)),
-    "rloo": ("rloo", "prompts", dict(k=3, updates_per_rollout=2, lr=1e-4)),
-    "rloo-lora": ("rloo", "prompts", dict(lora_r=4, lr=1e-3, sync_reference=3, eval_every=3)),
-}
+import torch
 
-NAMES = [pytest.param(name, marks=[needs_peft] if "lora" in name else []) for name in RUNS]
+def noisy(prompts, completions, **columns):  # depends on the state of every random number generator
+    noise = random.random() + np.random.rand() + torch.rand(()).item()
+    return [len(str(y)) / 100 + noise * i for i, y in enumerate(completions)]
+"""
+RUNS = {  # name -> script and flags: together they have every kind of state
+    "dpo": ("dpo", dict(eval_every=2)),
+    "dpo-moving": ("dpo", dict(ref="swap", sync_reference=2, sync_mix=0.6)),
+    "dpo-humanline": ("dpo", dict(ref="swap", humanline=(-1.0, 1.5), tokens_per_forward=300)),
+    "dpo-bfloat16": ("dpo", dict(ref="live", loss=("ipo", "sft"), dtype="bfloat16", save_dtype="bfloat16",
+                                 schedule="cosine")),
+    "kto": ("kto", dict(tokens_per_forward=300)),
+    "kto-lora-dropout": ("kto", dict(ref="swap", lora_r=4, lora_dropout=0.3)),
+    "kto-merge": ("kto", dict(lora_r=4, merge=True)),
+    "rloo": ("rloo", dict(k=3, updates_per_rollout=2, sync_reference=2, eval_every=2)),
+    "rloo-lora": ("rloo", dict(lora_r=4)),
+}
+STEPS = 3
+NEEDS_PEFT = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+
+
+def slow_but(*quick):
+    """All runs; those that are not named are slow."""
+    marks = {name: [NEEDS_PEFT] if flags.get("lora_r") else [] for name, (_, flags) in RUNS.items()}
+    return [pytest.param(name, marks=marks[name] + ([] if name in quick else [pytest.mark.slow])) for name in RUNS]
 
 
 @pytest.fixture(scope="module")
-def server():
-    """Processes that start with everything imported, and compute with one thread."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dpo", "kto", "rloo"])
-    return context
+def folder(tmp_path_factory):
+    """Data and rewards of all tests here."""
+    folder = tmp_path_factory.mktemp("resume")
+    for name in DATA.values():
+        rows = open(ROOT / f"demo/{name}.jsonl").readlines()
+        (folder / f"{name}.jsonl").write_text("".join(rows[:14]))
+        (folder / f"{name}_test.jsonl").write_text("".join(rows[40:42]))
+    (folder / "reward_of_test_resume.py").write_text(REWARD)
+    return folder
 
 
-def arguments(name, folder, out, **changes):
-    script, data, special = RUNS[name]
-    if not (folder / "train.jsonl").exists():
-        rows = open(ROOT / f"demo/{data}.jsonl").readlines()
-        (folder / "train.jsonl").write_text("".join(rows[:40]))
-        (folder / "test.jsonl").write_text("".join(rows[40:48]))
-        (folder / "reward.py").write_text(REWARD.format(root=ROOT))
-    common = dict(model=MODEL, data=str(folder / "train.jsonl"), eval_data=str(folder / "test.jsonl"), out=str(folder / out), steps=6, batch_size=8,
-                  lr=1e-3, samples=2, max_new_tokens=8, save_every=2)
-    if script == "rloo":
-        common |= dict(batch_size=4, reward=(f"{folder}/reward.py:noisy",))
-    return script, common | special | changes
+@pytest.fixture(scope="module")
+def flags_of(folder):
+    def flags_of(name, out, **changes):
+        script, special = RUNS[name]
+        files = dict(data=f"{folder}/{DATA[script]}.jsonl", eval_data=f"{folder}/{DATA[script]}_test.jsonl")
+        common = dict(model=MODEL, steps=STEPS, batch_size=4, lr=1e-3, samples=2, max_new_tokens=4, save_every=100)
+        reward = dict(reward=(f"{folder}/reward_of_test_resume.py:noisy",)) if script == "rloo" else {}
+        return files | common | reward | special | changes | dict(out=str(out))
+    return flags_of
 
 
-def live(script, args, die_at=None, largest_file=None, events=None):
-    """The life of one process: it counts whatever changes a file or a weight, and kills itself at a given count."""
+def start(name, flags):
+    module = SCRIPTS[RUNS[name][0]]
+    return module.main(module.Args(**flags))
+
+
+def files_of(out):
+    """The results of a finished run. There must be no other files beside them."""
+    out = Path(out)
+    names = {path.name for path in out.iterdir()} - {"reference_logprobs.pkl", "reference_logprobs.pkl.lock"}
+    assert names == {"model", "metrics.jsonl", "samples.jsonl", "args.json", "checkpoint.pt", ".lock"}
+    results = [out / "metrics.jsonl", out / "samples.jsonl", *sorted((out / "model").iterdir())]
+    return {path.name: path.read_bytes() for path in results}
+
+
+@pytest.fixture(scope="module")
+def whole(flags_of, tmp_path_factory):
+    """whole(name) -> the folder of a run that was not interrupted: one for all tests."""
+    known = {}
+
+    def whole(name):
+        if name not in known:
+            out = tmp_path_factory.mktemp("whole") / name
+            start(name, flags_of(name, out))
+            known[name] = out
+        return known[name]
+    return whole
+
+
+@pytest.fixture
+def same_as_whole(whole, flags_of):
+    """Gives the same command again, and compares the results with those of an uninterrupted run."""
+    def same_as_whole(name, out):
+        history = start(name, flags_of(name, out))
+        assert [values["step"] for values in history] == list(range(STEPS + 1))
+        expected = files_of(whole(name))
+        assert [name for name, data in files_of(out).items() if data != expected.get(name)] == []
+    return same_as_whole
+
+
+def signal_in_step(patch, step, number=signal.SIGTERM):
+    """The signal arrives in the middle of an optimizer step."""
+    count = []
+
+    def interrupted(self, original=torch.optim.AdamW.step):
+        count.append(1)
+        if len(count) == step:
+            os.kill(os.getpid(), number)
+        return original(self)
+    patch.setattr(torch.optim.AdamW, "step", interrupted)
+
+
+def stop(name, flags, step=2, number=signal.SIGTERM):
+    script = SCRIPTS[RUNS[name][0]]
+    step *= flags.get("updates_per_rollout", 1)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(script.Stopped, match=number.name) as stopped:
+        signal_in_step(patch, step, number)
+        start(name, flags)
+    return stopped.value
+
+
+@pytest.fixture(scope="module")
+def stopped(flags_of, tmp_path_factory):
+    """The folder of a run that a signal stopped after step 2: tests copy it."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    stop("dpo", flags_of("dpo", out))
+    return out
+
+
+@pytest.fixture
+def copied(stopped, tmp_path):
+    return Path(shutil.copytree(stopped, tmp_path / "out"))
+
+
+# ---- Signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", slow_but("dpo-moving", "kto-lora-dropout"))
+def test_resume_after_a_signal_is_bitwise_equal(name, flags_of, same_as_whole, tmp_path):
+    stop(name, flags_of(name, tmp_path / "out"), 2, signal.SIGINT if "lora" in name else signal.SIGTERM)
+    assert not (tmp_path / "out/model").exists()
+    same_as_whole(name, tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", slow_but())
+def test_resume_after_each_step_is_bitwise_equal(name, flags_of, same_as_whole, tmp_path):
+    for _ in range(1, STEPS):
+        stop(name, flags_of(name, tmp_path / "out"), 1)  # each process stops after a step of its own
+    same_as_whole(name, tmp_path / "out")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_a_signal_saves_its_step_says_so_and_gives_its_handler_back(flags_of, tmp_path, number):
+    handler = signal.getsignal(number)
+    error = stop("dpo", flags_of("dpo", tmp_path / "out", ref="none", loss=("simpo",), samples=0), 1, number)
+    assert "step 1 is saved" in str(error) and "\n" not in str(error) and signal.getsignal(number) == handler
+    assert torch.load(tmp_path / "out/checkpoint.pt")["step"] == 1
+
+
+def test_a_second_signal_stops_at_once(flags_of, tmp_path, monkeypatch):
+    def step(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        start("dpo", flags_of("dpo", tmp_path / "out", ref="none", loss=("simpo",), samples=0))
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_last_step_lets_the_run_finish(flags_of, same_as_whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        signal_in_step(patch, STEPS)
+        start("dpo", flags_of("dpo", tmp_path / "out"))
+    same_as_whole("dpo", tmp_path / "out")
+
+
+def test_a_moved_folder_without_its_reference_cache_resumes_with_the_same_bits(copied, same_as_whole):
+    """The reference is scored before the checkpoint is read: else the half-trained policy would be the reference."""
+    (copied / "reference_logprobs.pkl").unlink()
+    same_as_whole("dpo", copied)
+
+
+def test_a_finished_run_says_so_and_does_nothing(flags_of, whole, monkeypatch, capsys):
+    def times():
+        return {path: path.stat().st_mtime_ns for path in whole("dpo").rglob("*") if path.name != ".lock"}
+    before = times()
+    monkeypatch.setattr(dpo, "load_model", None)
+    history = start("dpo", flags_of("dpo", whole("dpo")))
+    assert [values["step"] for values in history] == list(range(STEPS + 1))
+    assert "finished after 3 steps: nothing to do" in capsys.readouterr().out
+    assert before == times()
+    assert (whole("dpo") / "checkpoint.pt").stat().st_size < 20_000  # without weights
+
+
+# ---- Exceptions inside a step ---------------------------------------------------------------------------------------
+
+
+def fail_in_step(patch, name, step, error):
+    """The loss raises `error`, or is multiplied by it."""
+    script, flags = RUNS[name]
+    loss, done = {"dpo": "preference_loss", "kto": "feedback_loss", "rloo": "policy_loss"}[script], []
+
+    def counting(self, original=torch.optim.AdamW.step):
+        done.append(1)
+        return original(self)
+
+    def failing(*inputs, original=getattr(SCRIPTS[script], loss)):
+        fails = torch.is_grad_enabled() and len(done) == (step - 1) * flags.get("updates_per_rollout", 1)
+        if fails and isinstance(error, Exception):
+            raise error
+        return original(*inputs) * (error if fails else 1)
+    patch.setattr(torch.optim.AdamW, "step", counting)
+    patch.setattr(SCRIPTS[script], loss, failing)
+
+
+@pytest.mark.parametrize("name, error", [
+    ("dpo", float("nan")), ("kto", float("inf")), ("rloo", float("nan")), ("dpo-moving", RuntimeError("a fault")),
+    ("kto", torch.OutOfMemoryError("CUDA out of memory"))])
+@pytest.mark.slow
+def test_a_failing_step_saves_the_steps_before_it_and_the_same_command_goes_on(
+        name, error, flags_of, same_as_whole, tmp_path, monkeypatch):
+    expected = type(error) if isinstance(error, Exception) else SCRIPTS[RUNS[name][0]].Stopped
+    with monkeypatch.context() as patch, pytest.raises(expected) as raised:
+        fail_in_step(patch, name, 3, error)
+        start(name, flags_of(name, tmp_path / "out"))
+    assert "step 2 is saved" in " ".join(raised.value.__notes__) and not (tmp_path / "out/model").exists()
+    same_as_whole(name, tmp_path / "out")
+
+
+@pytest.mark.parametrize("signalled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_reward_that_raises_saves_the_steps_before_it_and_the_same_command_goes_on(
+        signalled, flags_of, same_as_whole, tmp_path, monkeypatch):
+    """Ctrl-C reaches all processes of a terminal, so that a reward which asks another one may fail at the same time."""
+    def call_reward(*inputs, original=rloo.call_reward, calls=[]):
+        calls.append(1)
+        if len(calls) == 5:  # held-out rows, step 1, step 2, held-out rows, step 3
+            if signalled:
+                os.kill(os.getpid(), signal.SIGINT)
+            raise BadInput("the reward failed")
+        return original(*inputs)
+    with monkeypatch.context() as patch, pytest.raises(BadInput):
+        patch.setattr(rloo, "call_reward", call_reward)
+        start("rloo", flags_of("rloo", tmp_path / "out"))
+    assert torch.load(tmp_path / "out/checkpoint.pt")["step"] == 2
+    same_as_whole("rloo", tmp_path / "out")
+
+
+def test_a_kill_between_the_model_and_the_last_checkpoint_is_harmless(flags_of, same_as_whole, tmp_path, monkeypatch):
+    def save_checkpoint(out, step, identity, original=dpo.save_checkpoint, **objects):
+        if not objects:
+            raise KeyboardInterrupt  # nothing catches it, as nothing catches a kill
+        original(out, step, identity, **objects)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(dpo, "save_checkpoint", save_checkpoint)
+        start("dpo", flags_of("dpo", tmp_path / "out"))
+    assert (tmp_path / "out/model").exists()
+    same_as_whole("dpo", tmp_path / "out")
+
+
+# ---- Identity -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [
+    dict(lr=0.1), dict(loss=("ipo",)), dict(seed=5), dict(steps=9), dict(save_dtype="bfloat16"), dict(ref="live")],
+    ids=lambda changes: next(iter(changes)))
+def test_another_flag_is_refused_by_name(changes, flags_of, copied):
+    (name, value), = changes.items()
+    with pytest.raises(BadInput, match=rf"\b{name}\b.*{value[0] if isinstance(value, tuple) else value}") as error:
+        start("dpo", flags_of("dpo", copied, **changes))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(temperature=0.5), dict(k=2), dict(reward_clip=(0.0, 1.0)), dict(mask_truncated=True)])
+def test_another_flag_of_rloo_is_refused_by_name(changes, flags_of, whole):
+    (name, _), = changes.items()
+    with pytest.raises(BadInput, match=rf"\b{name}\b"):
+        start("rloo", flags_of("rloo", whole("rloo"), **changes))
+
+
+def test_other_rows_and_other_weights_are_refused(flags_of, copied, folder, tmp_path):
+    rows = open(folder / "pairs.jsonl").readlines()
+    for name, changed in (("fewer", rows[:-1]), ("swapped", rows[1::-1] + rows[2:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(changed))
+        with pytest.raises(BadInput, match="rows"):
+            start("dpo", flags_of("dpo", copied, data=str(tmp_path / f"{name}.jsonl")))
+    model = dpo.AutoModelForCausalLM.from_pretrained(MODEL)
+    model.lm_head.weight.data[0, 0] += 1e-3
+    shutil.copytree(MODEL, tmp_path / "model")
+    model.save_pretrained(tmp_path / "model")
+    for changes in (dict(model=str(tmp_path / "model"), ref_model=MODEL), dict(ref_model=str(tmp_path / "model"))):
+        with pytest.raises(BadInput, match="weights of --(model|ref_model)"):
+            start("dpo", flags_of("dpo", copied, **changes))
+
+
+def test_other_spellings_of_paths_and_other_flags_of_speed_and_memory_are_accepted(
+        flags_of, copied, folder, tmp_path, monkeypatch):
+    class Accepted(Exception):
+        pass
+
+    def load_model(*inputs, **more):
+        raise Accepted
+    shutil.copytree(folder, tmp_path / "moved")
+    (tmp_path / "link").symlink_to(MODEL)
+    monkeypatch.chdir(tmp_path)
+    paths = dict(model="link/", ref_model=f"{MODEL}/", data="moved/pairs.jsonl", eval_data="./moved/pairs_test.jsonl")
+    speed = dict(tokens_per_forward=200, gradient_checkpointing=True, save_every=1, ref_cache="cache.pkl")
+    for out, changes in (("out/", paths), (copied, speed)):
+        with monkeypatch.context() as patch, pytest.raises(Accepted):
+            patch.setattr(dpo, "load_model", load_model)
+            start("dpo", flags_of("dpo", out, **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [
+    dict(tokens_per_forward=200, gradient_checkpointing=True, save_every=1), dict(model=f"{MODEL}/"),
+    dict(ref_cache="cache.pkl")])
+def test_a_run_goes_on_with_other_flags_of_speed_memory_and_paths(
+        changes, flags_of, copied, whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    history = start("dpo", flags_of("dpo", copied, **changes))
+    assert history[-1]["loss"] == pytest.approx(start("dpo", flags_of("dpo", whole("dpo")))[-1]["loss"], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_rollout_tokens_may_change(flags_of, tmp_path):
+    stop("rloo", flags_of("rloo", tmp_path / "out"))
+    assert len(start("rloo", flags_of("rloo", tmp_path / "out", rollout_tokens=50))) == STEPS + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_flag_is_part_of_the_identity_but_those_of_files_and_speed(script):
+    """A new flag must not be forgotten: it changes the result, or it is named here."""
+    module = SCRIPTS[script]
+    args = module.settle(module.Args(model=MODEL, data="rows.jsonl"))
+    free = {"model", "ref_model", "reward_model", "data", "eval_data", "out", "ref_cache", "save_every", "tensorboard",
+            "tokens_per_forward", "rollout_tokens", "gradient_checkpointing"}
+    assert {name for name in vars(args)} - set(module.identify(args, [], {})) == free & set(vars(args))
+
+
+# ---- Damaged and hostile files --------------------------------------------------------------------------------------
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def change(**entries):
+    """Another value of an entry of the checkpoint; None deletes it."""
+    def damage(path):
+        state = torch.load(path) | entries
+        torch.save({name: value for name, value in state.items() if value is not None}, path)
+    return damage
+
+
+def change_tensor(owner, **how):
+    def damage(path):
+        state = torch.load(path)
+        tensors = state["policy"] if owner == "policy" else state["optimizer"]["state"][0]
+        name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
+        tensors[name] = torch.zeros(3, 4)
+        torch.save(state, path)
+    return damage
+
+
+def flip_bit(path):
+    data, tensor = bytearray(path.read_bytes()), next(iter(torch.load(path)["policy"].values()))
+    data[data.index(tensor.numpy().tobytes()) + 1001] ^= 4
+    path.write_bytes(data)
+
+
+def cut(share):
+    return lambda path: path.write_bytes(path.read_bytes()[:int(share * path.stat().st_size)])
+
+
+DAMAGES = {
+    "empty": cut(0), "truncated": cut(0.5), "almost whole": cut(0.999), "a bit flipped in a tensor": flip_bit,
+    "a bare pickle bomb": lambda path: path.write_bytes(pickle.dumps(Bomb(path.parent / "boom"))),
+    "a pickle bomb": lambda path: torch.save(torch.load(path) | {"optimizer": Bomb(path.parent / "boom")}, path),
+    "a string for a step": change(step="3"), "a list for a step": change(step=[3]),
+    "a fraction for a step": change(step=2.5), "a negative step": change(step=-1),
+    "no step": change(step=None),
+    "no optimizer": change(optimizer=None), "no sizes": change(sizes=None), "no identity": change(identity=None),
+    "a number for an identity": change(identity=3), "another policy": change(policy={"x": torch.zeros(3)}),
+    "strings for sizes": change(sizes={"metrics.jsonl": "x", "samples.jsonl": "x"}),
+    "negative sizes": change(sizes={"metrics.jsonl": -5, "samples.jsonl": -5}),
+    "a policy tensor of another shape": change_tensor("policy"),
+    "an optimizer tensor of another shape": change_tensor("optimizer"),
+}
+QUICK = {"truncated", "a bit flipped in a tensor", "a pickle bomb", "a string for a step",
+         "a policy tensor of another shape"}
+
+
+@pytest.mark.parametrize("kind", [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in DAMAGES])
+def test_a_damaged_or_hostile_checkpoint_is_refused_in_one_sentence_and_runs_nothing(
+        kind, flags_of, copied, monkeypatch):
+    def files():
+        return {path.name: path.read_bytes() for path in copied.glob("*.[jp]*") if path.name != "args.json"}
+    DAMAGES[kind](copied / "checkpoint.pt")
+    before = files()
+    monkeypatch.setattr(torch.optim.AdamW, "step", None)
+    with pytest.raises(BadInput, match="checkpoint.pt|metrics.jsonl") as error:
+        start("dpo", flags_of("dpo", copied))
+    assert "\n" not in str(error.value) and not (copied / "boom").exists() and not (copied / "model").exists()
+    assert before == files()
+
+
+def test_a_hostile_checkpoint_cannot_name_files_to_cut(flags_of, copied, tmp_path, same_as_whole):
+    (tmp_path / "precious").write_text("precious")
+    sizes = torch.load(copied / "checkpoint.pt")["sizes"]
+    change(sizes=sizes | {str(tmp_path / "precious"): 0, "../precious": 0})(copied / "checkpoint.pt")
+    try:
+        start("dpo", flags_of("dpo", copied))
+    except BadInput:
+        pass
+    assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_any_byte_changed_is_refused_or_gives_the_same_bits(stopped, same_as_whole, tmp_path):
+    rng, outcomes = random.Random(0), []
+    data = (stopped / "checkpoint.pt").read_bytes()
+    places = [rng.randrange(len(data)) for _ in range(12)] + [len(data) - rng.randrange(1, 9000) for _ in range(12)]
+    for n, place in enumerate(places):
+        out = Path(shutil.copytree(stopped, tmp_path / f"out{n}"))
+        changed = bytearray(data)
+        changed[place] ^= 1 << rng.randrange(8)
+        (out / "checkpoint.pt").write_bytes(changed)
+        try:
+            same_as_whole("dpo", out)
+            outcomes.append("same")
+        except BadInput as error:
+            assert "\n" not in str(error)
+            outcomes.append("refused")
+    assert outcomes.count("refused") > 8
+
+
+@pytest.mark.parametrize("name, damage", [
+    ("metrics.jsonl", cut(0.7)), ("samples.jsonl", cut(0.7)),
+    *(pytest.param(*damage, marks=pytest.mark.slow) for damage in (
+        ("metrics.jsonl", lambda path: path.unlink()),
+        ("metrics.jsonl", lambda path: path.write_text("x" + path.read_text()[1:])),
+        ("metrics.jsonl", lambda path: path.write_bytes(b"\xff" + path.read_bytes()[1:])),
+        ("samples.jsonl", lambda path: path.write_text("x" + path.read_text()[1:]))))])
+def test_shortened_or_damaged_log_files_are_refused_in_one_sentence(name, damage, flags_of, copied):
+    damage(copied / name)
+    with pytest.raises(BadInput, match=name) as error:
+        start("dpo", flags_of("dpo", copied))
+    assert "\n" not in str(error.value)
+
+
+# ---- The folder -----------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_in_the_same_folder_is_refused_at_once(flags_of, tmp_path, monkeypatch):
+    """Also in one process, where it would be the same user of the lock."""
+    flags, refusals = flags_of("dpo", tmp_path / "out", ref="none", loss=("simpo",), samples=0, steps=1), []
+
+    def step(self, original=torch.optim.AdamW.step):
+        began = time.monotonic()
+        with pytest.raises(BadInput, match="another run") as error:
+            start("dpo", flags)
+        refusals.append((str(error.value), time.monotonic() - began))
+        return original(self)
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    assert len(start("dpo", flags)) == 2
+    (sentence, seconds), = refusals
+    assert "\n" not in sentence and seconds < 2
+
+
+@pytest.mark.slow
+def test_a_second_process_in_the_same_folder_is_refused_and_a_third_resumes(flags_of, tmp_path, same_as_whole):
+    first = process("dpo", flags_of("dpo", tmp_path / "out"), die_at=10**9, sleep=20)
+    while not (tmp_path / "out/metrics.jsonl").exists():
+        time.sleep(0.1)
+    with pytest.raises(BadInput, match="another run"):
+        start("dpo", flags_of("dpo", tmp_path / "out"))
+    first.kill()
+    first.join()
+    same_as_whole("dpo", tmp_path / "out")
+
+
+def test_an_out_that_holds_an_input_is_refused_and_untouched(flags_of, folder, tmp_path):
+    shutil.copytree(MODEL, tmp_path / "home/model")
+    shutil.copy(folder / "pairs.jsonl", tmp_path / "home")
+    before = sorted(tmp_path.rglob("*"))
+    model, data = str(tmp_path / "home/model"), str(tmp_path / "home/pairs.jsonl")
+    for out, changes in (("home", dict(model=model)), ("home/model", dict(ref_model=model)), ("home", dict(data=data)),
+                         ("home/x/..", dict(eval_data=data)), ("home/pairs.jsonl", dict(data=data))):
+        with pytest.raises(BadInput, match="--out") as error:
+            start("dpo", flags_of("dpo", tmp_path / out, **changes))
+        assert "\n" not in str(error.value) and sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_model_of_someone_else_in_out_is_refused_and_untouched(flags_of, tmp_path):
+    (tmp_path / "out/model").mkdir(parents=True)
+    (tmp_path / "out/model/precious").write_text("precious")
+    with pytest.raises(BadInput, match="is there already") as error:
+        start("dpo", flags_of("dpo", tmp_path / "out"))
+    assert "\n" not in str(error.value) and (tmp_path / "out/model/precious").read_text() == "precious"
+
+
+# ---- Kills ----------------------------------------------------------------------------------------------------------
+
+
+def live(name, flags, die_at, sleep, largest_file, events):
+    """The life of a process: it counts what changes a file or a weight, and kills itself at a given count."""
     torch.set_num_threads(1)
-    sys.stdout = sys.stderr = open(os.environ.get("LIVE_LOG", os.devnull), "a")
+    sys.stdout = sys.stderr = open(f"{flags['out']}.output", "a")
     count = 0
 
-    def mortal(f):
-        def wrapper(*a, **k):
+    def mortal(function):
+        def wrapper(*inputs, **more):
             nonlocal count
             count += 1
             if count == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return f(*a, **k)
+            time.sleep(sleep)
+            return function(*inputs, **more)
         return wrapper
-    os.fsync, os.replace = mortal(os.fsync), mortal(os.replace)
+    os.fsync, os.replace, os.sync = mortal(os.fsync), mortal(os.replace), lambda: None  # sync: of the whole machine
     torch.optim.AdamW.step = mortal(torch.optim.AdamW.step)
-    refcache.ReferenceCache._score = mortal(refcache.ReferenceCache._score)
-    refcache.ReferenceCache.score.__defaults__ = (16384, None, 0, "float32", 1.0)  # the cache is saved after every forward
-    module = importlib.import_module(script)
-    try:
-        if largest_file:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-        module.main(module.Args(**args))
-    except (BadInput, Stopped) as error:
-        Path(f"{args['out']}.error").write_text(f"{error}\n")
-        os._exit(error.exit_code)
-    if events:
-        Path(events).write_text(str(count))
+    module = SCRIPTS[RUNS[name][0]]
+    sys.argv = [f"{module.__name__}.py"]
+    if largest_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+        sys.stderr = open(f"{flags['out']}.error", "w")
+    module.command_line(module.Args(**flags))
+    Path(events or os.devnull).write_text(str(count))
 
 
-def start(server, *what, **how):
-    process = server.Process(target=live, args=what, kwargs=how)
+def process(name, flags, die_at=None, sleep=0.0, largest_file=None, events=None):
+    """One that starts with everything imported. A fork is safe while there are no threads and no GPU."""
+    safe = torch.get_num_threads() == 1 and not torch.cuda.is_available()
+    context = multiprocessing.get_context("fork" if safe else "forkserver")
+    if not safe:
+        context.set_forkserver_preload(["dpo", "kto", "rloo"])
+    process = context.Process(target=live, args=(name, flags, die_at, sleep, largest_file, events))
     process.start()
     return process
 
 
-def finished(server, *what, **how):
-    process = start(server, *what, **how)
-    process.join(120)
-    return process.exitcode
+def exit_code(*inputs, **more):
+    child = process(*inputs, **more)
+    child.join(120)
+    return child.exitcode
 
 
-def result(folder):
-    files = ["metrics.jsonl", "samples.jsonl", *(f.name for f in Path(folder).glob("*model.safetensors"))]
-    assert len(files) == 3 and (Path(folder) / "finished.json").exists() and not list(Path(folder).glob(".*")) and not (Path(folder) / "checkpoints").exists()
-    return {name: (Path(folder) / name).read_bytes() for name in files}
-
-
-def die_again_and_again(server, name, tmp_path, kills, seed):
-    """-> at which counts it died, of how many there are in a whole run."""
-    script, args = arguments(name, tmp_path, "whole")
-    assert finished(server, script, args, events=tmp_path / "events") == 0
-    total, rng, deaths = int((tmp_path / "events").read_text()), random.Random(f"{name} {seed}"), []
-    script, args = arguments(name, tmp_path, "killed")
-    for _ in range(kills):
-        deaths.append(rng.randint(1, total * 2 // 3))
-        code = finished(server, script, args, die_at=deaths[-1])
-        assert code in (0, -signal.SIGKILL)
-        if code == 0:
-            break
-    assert finished(server, script, args) == 0
-    assert result(tmp_path / "killed") == result(tmp_path / "whole"), f"{name} killed at {deaths} of {total}"
-    return deaths, total
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_killed_runs_end_with_the_same_bits(server, name, tmp_path):
-    die_again_and_again(server, name, tmp_path, kills=2, seed=1)
+def test_resume_after_two_kills_is_bitwise_equal(flags_of, same_as_whole, tmp_path):
+    for die_at in (11, 2):  # in the checkpoint of step 3, and in step 3
+        assert exit_code("rloo", flags_of("rloo", tmp_path / "out", save_every=1), die_at=die_at) == -signal.SIGKILL
+    same_as_whole("rloo", tmp_path / "out")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3])
-@pytest.mark.parametrize("name", NAMES)
-def test_runs_killed_ten_times_end_with_the_same_bits(server, name, seed, tmp_path):
-    print(name, *die_again_and_again(server, name, tmp_path, kills=10, seed=seed))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_runs_killed_by_the_clock_end_with_the_same_bits(server, name, tmp_path):
-    script, args = arguments(name, tmp_path, "whole")
-    begin = time.monotonic()
-    assert finished(server, script, args) == 0
-    seconds, rng = time.monotonic() - begin, random.Random(0)
-    script, args = arguments(name, tmp_path, "killed")
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", slow_but())
+def test_resume_after_ten_kills_is_bitwise_equal(name, seed, flags_of, same_as_whole, tmp_path):
+    flags = flags_of(name, tmp_path / "out", save_every=1)
+    assert exit_code(name, flags | dict(out=str(tmp_path / "first")), events=tmp_path / "events") == 0
+    total, rng = int((tmp_path / "events").read_text()), random.Random(f"{name} {seed}")
     for _ in range(10):
-        process = start(server, script, args)
-        process.join(rng.uniform(0, seconds))
-        process.kill()
-        process.join()
-    assert finished(server, script, args) == 0 and result(tmp_path / "killed") == result(tmp_path / "whole")
+        if exit_code(name, flags, die_at=rng.randint(1, total * 2 // 3)) != -signal.SIGKILL:
+            break  # it came to its end
+    same_as_whole(name, tmp_path / "out")
 
 
-def test_a_run_killed_at_every_single_moment_of_a_save_goes_on(server, tmp_path):
-    """One save of a checkpoint, from its first fsync to the removal of the one before it."""
-    script, args = arguments("dpo", tmp_path, "whole", ref="none", steps=4, samples=0)
-    assert finished(server, script, args, events=tmp_path / "events") == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("name", slow_but())
+def test_resume_after_kills_by_the_clock_is_bitwise_equal(name, flags_of, same_as_whole, tmp_path):
+    began = time.monotonic()
+    assert exit_code(name, flags_of(name, tmp_path / "first")) == 0
+    seconds, rng = time.monotonic() - began, random.Random(0)
+    for _ in range(8):
+        child = process(name, flags_of(name, tmp_path / "out", save_every=1))
+        child.join(rng.uniform(0, seconds))
+        child.kill()
+        child.join()
+    same_as_whole(name, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_event_of_the_end_of_a_run_is_harmless(flags_of, same_as_whole, tmp_path):
+    """From the last optimizer step to the checkpoint that marks the run as finished."""
+    assert exit_code("dpo", flags_of("dpo", tmp_path / "first"), events=tmp_path / "events") == 0
     total = int((tmp_path / "events").read_text())
-    for die_at in range(total - 30, total, 4):
-        script, args = arguments("dpo", tmp_path, f"killed{die_at}", ref="none", steps=4, samples=0)
-        assert finished(server, script, args, die_at=die_at) == -signal.SIGKILL
-        assert finished(server, script, args) == 0 and result(args["out"]) == result(tmp_path / "whole")
+    for die_at in range(total - 8, total + 1):
+        out = tmp_path / f"out{die_at}"
+        assert exit_code("dpo", flags_of("dpo", out), die_at=die_at) == -signal.SIGKILL
+        same_as_whole("dpo", out)
 
 
-def test_a_resumed_reference_pass_comes_before_the_checkpoint_is_read(tmp_path, monkeypatch):
-    """Else a half-trained policy would be recorded as the reference."""
-    script, args = arguments("dpo", tmp_path, "out")
-    stop_after(monkeypatch, 3)
-    with pytest.raises(Stopped):
-        dpo.main(dpo.Args(**args))
-    monkeypatch.undo()
-    whole = refcache.ReferenceCache()
-    whole.load(tmp_path / "out/reference_logprobs.pkl")
-    (tmp_path / "out/reference_logprobs.pkl").unlink()
-    dpo.main(dpo.Args(**args))
-    again = refcache.ReferenceCache()
-    again.load(tmp_path / "out/reference_logprobs.pkl")
-    assert {k: v.tobytes() for k, v in whole.items()} == {k: v.tobytes() for k, v in again.items()}
+@pytest.mark.slow
+@pytest.mark.parametrize("name, limit", [
+    ("rloo", 1_000_000), ("rloo", 1_000), ("dpo", 1_000)], ids=["checkpoint", "samples", "reference cache"])
+def test_a_full_disk_is_one_sentence_and_loses_nothing(name, limit, flags_of, same_as_whole, tmp_path):
+    """Real writes that fail: the system refuses what goes beyond a size."""
+    assert exit_code(name, flags_of(name, tmp_path / "out", save_every=2), largest_file=limit) in (1, 2)
+    sentence = (tmp_path / "out.error").read_text().splitlines()[-1]
+    assert "File too large" in sentence and sentence.startswith(f"{RUNS[name][0]}.py: ")
+    assert "Traceback" not in (tmp_path / "out.error").read_text()
+    assert not [path for path in (tmp_path / "out").glob(".*") if path.name not in (".lock",)]
+    same_as_whole(name, tmp_path / "out")
 
 
-# --- asked to stop --------------------------------------------------------------------------------------------------
-
-
-def stop_after(monkeypatch, steps, number=signal.SIGTERM):
-    """The signal arrives in the middle of a step."""
-    count = []
-    def step(self, original=torch.optim.AdamW.step):
-        count.append(1)
-        if len(count) == steps:
-            os.kill(os.getpid(), number)
-        return original(self)
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_the_step_and_the_same_command_goes_on(tmp_path, monkeypatch, number):
-    script, args = arguments("dpo", tmp_path, "out", save_every=100)
-    handler = signal.getsignal(number)
-    stop_after(monkeypatch, 3, number)
-    with pytest.raises(Stopped, match=f"{number.name} after step 3; step 3 is saved") as stopped:
-        dpo.main(dpo.Args(**args))
-    assert stopped.value.exit_code == 128 + number and signal.getsignal(number) == handler
-    monkeypatch.undo()
-    history = dpo.main(dpo.Args(**args))
-    assert [values["step"] for values in history] == list(range(7))
-    assert history == dpo.main(dpo.Args(**arguments("dpo", tmp_path, "whole", save_every=100)[1]))
-
-
-def test_a_moving_reference_comes_back_from_the_checkpoint(tmp_path, monkeypatch):
-    """From a step at which it is neither where it began nor the policy."""
-    script, args = arguments("dpo-moving", tmp_path, "out")
-    stop_after(monkeypatch, 3)
-    with pytest.raises(Stopped):
-        dpo.main(dpo.Args(**args))
-    monkeypatch.undo()
-    assert dpo.main(dpo.Args(**args)) == dpo.main(dpo.Args(**args | dict(out=str(tmp_path / "whole"))))
-
-
-def test_a_second_signal_stops_at_once(tmp_path, monkeypatch):
-    def step(self):
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
-    with pytest.raises(KeyboardInterrupt):
-        dpo.main(dpo.Args(**arguments("dpo", tmp_path, "out")[1]))
-
-
-def test_checkpoints_beyond_keep_are_removed(tmp_path, monkeypatch):
-    _, args = arguments("dpo", tmp_path, "out", save_every=1, keep=2)
-    stop_after(monkeypatch, 5)
-    with pytest.raises(Stopped):
-        dpo.main(dpo.Args(**args))
-    assert sorted(f.name for f in (tmp_path / "out/checkpoints").iterdir()) == ["4", "5"]
-
-
-def test_a_finished_run_says_so_and_trains_nothing(tmp_path, monkeypatch, capsys):
-    for name in ("dpo", "kto", "rloo"):
-        (tmp_path / name).mkdir()
-        script, args = arguments(name, tmp_path / name, "out")
-        module = importlib.import_module(script)
-        history = module.main(module.Args(**args))
-        before = result(args["out"])
-        with monkeypatch.context() as patch:
-            patch.setattr(refcache, "load_model", None)
-            assert module.main(module.Args(**args)) == history and result(args["out"]) == before
-        assert "is finished, after 6 steps: nothing to do" in capsys.readouterr().out
-
-
-def test_other_arguments_or_data_are_refused_with_the_difference(tmp_path, monkeypatch):
-    _, args = arguments("dpo", tmp_path, "out")
-    args = dpo.Args(**args)
-    stop_after(monkeypatch, 3)
-    with pytest.raises(Stopped):
-        dpo.main(args)
-    monkeypatch.undo()
-    for changes, words in ((dict(lr=0.1), "lr 0.001, and not 0.1"), (dict(loss="ipo"), "loss 'sigmoid', and not 'ipo'"), (dict(seed=5), "seed 0, and not 5")):
-        with pytest.raises(BadInput, match=f"holds a run of 3 steps with {words}"):
-            dpo.main(replace(args, **changes))
-    (tmp_path / "train.jsonl").write_text("".join(open(ROOT / "demo/pairs.jsonl").readlines()[60:100]))
-    with pytest.raises(BadInput, match="other rows"):
-        dpo.main(args)
-    (tmp_path / "train.jsonl").write_text("".join(open(ROOT / "demo/pairs.jsonl").readlines()[:40]))
-    with monkeypatch.context() as patch, pytest.raises(BadInput, match="other weights behind the same names"):
-        patch.setattr(refcache, "checkpoint_digest", lambda name: "another")
-        dpo.main(args)
-    history = dpo.main(replace(args, tokens_per_forward=200, gradient_checkpointing=True, save_every=1))  # memory and speed may differ
-    assert len(history) == 7
-
-
-def test_arguments_are_named_before_rows_and_speed_flags_may_change(tmp_path, monkeypatch):
-    _, args = arguments("rloo", tmp_path, "out")
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        stop_after(patch, 5)
-        rloo.main(rloo.Args(**args))
-    rows = (tmp_path / "train.jsonl").read_text()
-    (tmp_path / "train.jsonl").write_text("\n".join(rows.split("\n")[:30]))
-    with pytest.raises(BadInput, match="with temperature 1.0, and not 0.5"):  # 'rows' sorts before it, but says less
-        rloo.main(rloo.Args(**args | dict(temperature=0.5)))
-    (tmp_path / "train.jsonl").write_text(rows)
-    board = SimpleNamespace(add_scalar=lambda *a: None, close=lambda: None)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda *a, **k: board))
-    rloo.main(rloo.Args(**args | dict(rollout_tokens=50, tensorboard=True)))
-
-
-def test_the_reference_of_rloo_moves_once_a_step_before_its_updates_and_by_sync_mix(tmp_path, monkeypatch):
-    def kl(out, **changes):
-        args = arguments("rloo", tmp_path, out, steps=4, save_every=9, samples=0, lr=1e-3, updates_per_rollout=2, **changes)[1]
-        return [values["kl"] for values in rloo.main(rloo.Args(**args))[1:]]
-    mixes = []
-    monkeypatch.setattr(refcache.Swap, "sync", lambda self, mix=1.0, real=refcache.Swap.sync: mixes.append(mix) or real(self, mix))
-    still, moved = kl("still"), kl("moved", sync_reference=1, sync_mix=0.6)
-    assert mixes == [0.6] * 4 and moved[:2] == still[:2] and abs(moved[2] - still[2]) > 1e-4  # one update behind
-    late = kl("late", sync_reference=2)
-    assert late[:2] == still[:2] and abs(late[2] - still[2]) > 1e-4 and len(mixes) == 6
-
-
-def test_answers_differ_by_seed(tmp_path):
-    texts = []
-    for seed in (0, 1):
-        dpo.main(dpo.Args(**arguments("dpo", tmp_path, f"out{seed}", steps=1, seed=seed, samples=8)[1]))
-        texts.append([row["completion"] for row in map(json.loads, open(tmp_path / f"out{seed}/samples.jsonl")) if row["step"] == 0])
-    assert texts[0] != texts[1]
-
-
-def test_another_reward_model_is_refused_and_other_code_of_a_reward_is_said(tmp_path, monkeypatch, capsys):
-    """Code may have been mended, so the run goes on; a reward that changes in silence would be two runs in one."""
-    def judge(scale):
-        config = refcache.AutoConfig.from_pretrained(MODEL, num_labels=1)
-        torch.manual_seed(0)
-        model = AutoModelForSequenceClassification.from_config(config)
-        model.score.weight.data.mul_(scale)
-        model.save_pretrained(tmp_path / "judge")
-        refcache.load_tokenizer(MODEL)[0].save_pretrained(tmp_path / "judge")
-    judge(1.0)
-    _, args = arguments("rloo", tmp_path, "out", reward_model=str(tmp_path / "judge"))
-    with monkeypatch.context() as patch, pytest.raises(Stopped):
-        stop_after(patch, 5)
-        rloo.main(rloo.Args(**args))
-    judge(2.0)
-    with pytest.raises(BadInput, match="other weights behind the same names"):
-        rloo.main(rloo.Args(**args))
-    judge(1.0)
-    assert "has changed since" not in capsys.readouterr().out
-    (tmp_path / "reward.py").write_text((tmp_path / "reward.py").read_text() + "# mended")
-    assert len(rloo.main(rloo.Args(**args))) == 7 and "the file of a reward or score has changed since" in capsys.readouterr().out
-
-
-# --- faults ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    """A folder with a checkpoint after step 3."""
-    folder = tmp_path_factory.mktemp("stopped")
-    _, args = arguments("dpo", folder, "out")
-    with pytest.MonkeyPatch.context() as patch:
-        stop_after(patch, 3)
-        with pytest.raises(Stopped):
-            dpo.main(dpo.Args(**args))
-    return folder
-
-
-def test_damaged_checkpoints_are_refused_in_one_sentence(stopped, tmp_path):
-    rng = random.Random(0)
-    for name in ("weights.safetensors", "optimizer.pt", "state.json"):
-        whole = (stopped / "out/checkpoints/3" / name).read_bytes()
-        flipped = bytearray(whole)
-        flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
-        for damaged in (b"", whole[:len(whole) // 2], bytes(flipped), None):
-            if name == "state.json" and damaged == bytes(flipped):
-                continue  # one digit of a random state more or less: below
-            shutil.copytree(stopped / "out", tmp_path / "out", dirs_exist_ok=True)
-            file = tmp_path / "out/checkpoints/3" / name
-            file.unlink() if damaged is None else file.write_bytes(damaged)
-            with pytest.raises(BadInput, match="damaged") as refusal:
-                dpo.main(replace(dpo.Args(**arguments("dpo", stopped, "out")[1]), out=str(tmp_path / "out")))
-            assert "\n" not in str(refusal.value)
-
-
-def test_a_hostile_checkpoint_runs_nothing(stopped, tmp_path):
-    import pickle
-    class Bomb:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "boom"),)
-    shutil.copytree(stopped / "out", tmp_path / "out")
-    folder = tmp_path / "out/checkpoints/3"
-    state = json.loads((folder / "state.json").read_text())
-    for write in (lambda file: torch.save({"optimizer": Bomb()}, file), lambda file: file.write_bytes(pickle.dumps(Bomb()))):
-        write(folder / "optimizer.pt")
-        state["files"]["optimizer.pt"] = refcache._file_digest(folder / "optimizer.pt")
-        (folder / "state.json").write_text(json.dumps(state))
-        with pytest.raises(BadInput, match="damaged"):
-            dpo.main(replace(dpo.Args(**arguments("dpo", stopped, "out")[1]), out=str(tmp_path / "out")))
-    assert not (tmp_path / "boom").exists()
-
-
-@pytest.mark.parametrize("limit, what", [(10_000, "reference_logprobs.pkl"), (500_000, "cannot save step 2"), (2_500, "cannot write into")])
-def test_a_full_disk_is_one_sentence_and_nothing_is_lost(server, tmp_path, limit, what):
-    """Real failing writes: the system refuses what goes beyond a size that the cache, a checkpoint, or the samples reach first."""
-    special = dict(ref="none", samples=8, save_every=100) if limit < 9000 else {}
-    script, args = arguments("dpo", tmp_path, "out", **special)
-    assert finished(server, script, args, largest_file=limit) in (1, 2)
-    assert what in (message := (tmp_path / "out.error").read_text()) and message.count("\n") == 1
-    assert not list((tmp_path / "out").glob("**/.*[!k]"))  # but for the lock of the cache
-    assert finished(server, script, args) == 0
-    _, whole = arguments("dpo", tmp_path, "whole", **special)
-    assert finished(server, script, whole) == 0 and result(tmp_path / "out") == result(tmp_path / "whole")
-
-
-def test_three_jobs_fill_one_cache_at_once(server, tmp_path):
-    jobs = []
-    for out, name in (("a", "dpo"), ("b", "dpo"), ("c", "kto")):
-        (tmp_path / out).mkdir()
-        script, args = arguments(name, tmp_path / out, out, ref_cache=str(tmp_path / "shared.pkl"), steps=1)
-        if out == "b":  # half of the same rows, and as many others
-            (tmp_path / "b/train.jsonl").write_text("".join(open(ROOT / "demo/pairs.jsonl").readlines()[20:60]))
-        jobs.append((script, args))
-    processes = [start(server, *job) for job in jobs]
-    assert [process.join() or process.exitcode for process in processes] == [0, 0, 0]
-    union, alone = refcache.ReferenceCache(), set()
+@pytest.mark.slow
+def test_three_processes_fill_one_reference_cache_at_once(flags_of, folder, tmp_path):
+    rows = open(ROOT / "demo/pairs.jsonl").readlines()
+    (tmp_path / "others.jsonl").write_text("".join(rows[7:25]))  # half of them the same
+    jobs = [("dpo", "a", {}), ("dpo", "b", dict(data=str(tmp_path / "others.jsonl"))), ("kto", "c", {})]
+    common = dict(steps=1, ref_cache=str(tmp_path / "shared.pkl"))
+    flags = [flags_of(name, tmp_path / out, **common, **more) for name, out, more in jobs]
+    children = [process(name, mine) for (name, *_), mine in zip(jobs, flags)]
+    assert [child.join() or child.exitcode for child in children] == [0, 0, 0]
+    union, alone = ReferenceCache(), set()
+    union.header = {}
     union.load(tmp_path / "shared.pkl")
-    for script, args in jobs:
-        own = dict(args, ref_cache=None, out=args["out"] + "-alone")
-        assert finished(server, script, own) == 0
-        (one := refcache.ReferenceCache()).load(f"{own['out']}/reference_logprobs.pkl")
+    for (name, out, _), mine in zip(jobs, flags):
+        assert exit_code(name, mine | dict(ref_cache=None, out=str(tmp_path / f"{out}-alone"))) == 0
+        one = ReferenceCache()
+        one.header = {}
+        one.load(tmp_path / f"{out}-alone/reference_logprobs.pkl")
         alone |= set(one)
     assert set(union) == alone
-
-
-def test_a_reference_deleted_between_runs_is_named(tmp_path):
-    shutil.copytree(MODEL, tmp_path / "reference")
-    _, args = arguments("dpo", tmp_path, "out", ref_model=str(tmp_path / "reference"), steps=1)
-    dpo.main(dpo.Args(**args))
-    shutil.rmtree(tmp_path / "reference")
-    with pytest.raises(BadInput, match=f"cannot read the model {tmp_path}/reference"):
-        dpo.main(dpo.Args(**dict(args, out=str(tmp_path / "again"))))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_no_number_stops_every_script_and_keeps_the_last_checkpoint(tmp_path, monkeypatch, value):
-    for module, function in ((dpo, "preference_loss"), (kto, "feedback_loss"), (rloo, "policy_loss")):
-        calls = []
-        def broken(*a, original=getattr(module, function), **k):
-            calls.append(1)
-            return original(*a, **k) * (value if torch.is_grad_enabled() and len(calls) > 8 else 1)
-        monkeypatch.setattr(module, function, broken)
-        (folder := tmp_path / module.__name__).mkdir()
-        _, args = arguments(module.__name__, folder, "out", eval_every=None, save_every=1, steps=20)
-        with pytest.raises(refcache.Diverged, match=r"step \d+: .*loss is -?(nan|inf)"):
-            module.main(module.Args(**args))
-        assert list((folder / "out/checkpoints").glob("[0-9]*"))
-
-
-@pytest.mark.parametrize("module", [dpo, kto, rloo])
-def test_held_out_numbers_that_are_none_stop_the_run(tmp_path, monkeypatch, module):
-    calls, real = [], module.evaluate
-    def broken(*a):
-        calls.append(1)
-        bad = {"eval_loss": math.nan, "eval_kl": math.nan} if len(calls) > 1 else {}
-        return (real(*a)[0], real(*a)[1] | bad) if module is rloo else real(*a) | bad
-    monkeypatch.setattr(module, "evaluate", broken)
-    with pytest.raises(refcache.Diverged, match="eval_loss is nan"):
-        module.main(module.Args(**arguments(module.__name__, tmp_path, "out")[1] | dict(steps=2)))
-
-
-def test_a_disabled_bar_disables_nothing_else(tmp_path):
-    args = [sys.executable, "dpo.py", "--model", MODEL, "--data", "demo/pairs.jsonl", "--out", str(tmp_path), "--steps", "1", "--samples", "0"]
-    subprocess.run(args, cwd=ROOT, env=os.environ | {"TQDM_DISABLE": "1"}, check=True, capture_output=True)
-
-
-def test_alien_folders_and_a_damaged_end_cost_no_checkpoint(tmp_path):
-    args = dpo.settle(dpo.Args(model=MODEL, data="pairs.jsonl", out=str(tmp_path)))
-    for name in ("2", "12x"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    (tmp_path / "finished.json").write_text("garbage")
-    with pytest.raises(BadInput, match="finished.json is damaged"):
-        refcache.Run(args, [])
-    (tmp_path / "finished.json").unlink()
-    with pytest.raises(BadInput, match="checkpoints/2/state.json is damaged"):
-        refcache.Run(args, [])
-
-
-def test_a_lap_is_the_time_since_the_last(monkeypatch):
-    run, times = SimpleNamespace(laps={}, lapped=0.0), iter([1.0, 3.0, 6.0])
-    monkeypatch.setattr(refcache.time, "monotonic", lambda: next(times))
-    for part in "abc":
-        refcache.Run.lap(run, part)
-    assert run.laps == dict(a=1.0, b=2.0, c=3.0)
-
-
-def test_one_refusal_inside_another_keeps_its_own_sentence():
-    with pytest.raises(BadInput, match="^inner$"):
-        with refcache.refusing("outer"):
-            raise BadInput("inner")
-    with pytest.raises(BadInput, match="^outer: ValueError x{200}; do$"):
-        with refcache.refusing("outer", "; do"):
-            raise ValueError("x" * 999)

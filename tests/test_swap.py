@@ -56,6 +56,16 @@ def test_swap_is_bitwise_equal_in_and_out(name, raises):
     assert equal(policy.state_dict(), before)
 
 
+def test_policy_comes_back_when_the_weights_come_in_halfway_only():
+    """Ctrl-C or a device error can end the copy; then no `with` block has begun that could end."""
+    policy = make("llama", 1)
+    swap, before = Swap(policy, make("llama", 2)), copy_of(policy)
+    swap.state_dict()["lm_head.weight"] = torch.zeros(3)  # the last to be copied: it raises
+    with pytest.raises(RuntimeError), swap:
+        pass
+    assert equal(policy.state_dict(), before)
+
+
 def test_swap_restores_the_policy_as_it_was_at_each_entry():
     policy, reference = make("llama", 1), make("llama", 2)
     swap = Swap(policy, reference)
@@ -228,7 +238,7 @@ def test_state_dict_brings_the_reference_back(tmp_path):
         assert equal(one.state_dict(), two.state_dict())
 
 
-@pytest.mark.parametrize("change", [lambda t: t[:1], lambda t: t[:-1], None])
+@pytest.mark.parametrize("change", [lambda t: t[:1].clone(), lambda t: t[:-1].clone(), None])
 def test_state_that_does_not_fit_is_refused(change):
     swap = Swap(make("llama"))
     state = dict(swap.state_dict())
@@ -304,8 +314,9 @@ def test_log_ratios_keep_groups_and_completions_apart():
 
 
 def test_log_ratio_of_an_unknown_completion_is_an_error():
-    with pytest.raises(KeyError):
-        log_ratios([[tensor([-0.75])]], [(PROMPT, [(9,)])], KNOWN)
+    for known in (KNOWN, ReferenceCache()):
+        with pytest.raises(KeyError):
+            log_ratios([[tensor([-0.75])]], [(PROMPT, [(9,)])], known)
 
 
 @pytest.mark.parametrize("dtype, size, agrees", [
