@@ -36,18 +36,18 @@ import signal
 import sys
 import time
 import zipfile
-from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, NamedTuple, get_type_hints
+from typing import Callable, Literal, NamedTuple, get_type_hints
 
 import tyro
 
 DEMO = {"model": "demo/model", "data": "demo/feedback.jsonl", "eval_data": "demo/feedback_test.jsonl",
         "score": "demo/score.py:success"}
 TODAY = datetime(2026, 1, 1)  # what chat templates print as today: the same rows every day
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 @dataclass
@@ -105,9 +105,9 @@ class Args:
 
 
 if __name__ == "__main__":
-    given = [word.split("=")[0] for word in sys.argv if word.startswith("--")]
-    if repeated := [flag for flag in given if given.count(flag) > 1]:
-        print(f"{repeated[0]} is given twice: give all of its values after one {repeated[0]}", file=sys.stderr)
+    given = [word.split("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")]
+    for flag in {flag for flag in given if given.count(flag) > 1}:
+        print(f"{flag} is given twice: give all of its values after one {flag}", file=sys.stderr)
         sys.exit(2)
     ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
 
@@ -117,7 +117,7 @@ from filelock import FileLock  # noqa: E402  comes with torch
 from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from tqdm import tqdm  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging, set_seed  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging, set_seed  # noqa
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from typeguard import check_type  # noqa: E402  comes with tyro
 from refcache import (  # noqa: E402
@@ -168,6 +168,11 @@ class Skip(ValueError):
     """A row that is left out and counted. The message says why."""
 
 
+def refuse(wrong, sentence: str, error=BadInput):
+    if wrong:
+        raise error(sentence)
+
+
 @contextmanager
 def refusing(what: str):
     """Turns any exception raised in this block into a BadInput error, except BadInput, Skip and out of memory."""
@@ -183,23 +188,20 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     """The rows of a file or a hub dataset NAME[:CONFIG][:SPLIT], each with its place: [("x.jsonl line 3", {..})]."""
     kind, is_file, rows = Path(source).suffix[1:].lower(), Path(source).is_file(), []
     known = kind in ("jsonl", "json", "csv", "parquet")
-    if known != is_file:
-        reason = "there is no such file" if known else "its name must end with .jsonl, .json, .csv or .parquet"
-        raise BadInput(f"cannot read {source}: {reason}")
+    refuse(known and not is_file, f"{source}: there is no such file")
+    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet")
     if kind == "jsonl":  # by hand, so that an error can name the line
-        with refusing(f"cannot read {source}"):
-            lines = Path(source).read_bytes().decode("utf-8-sig").split("\n")
-        for n, line in enumerate(lines, 1):
+        for n, line in enumerate(Path(source).read_bytes().split(b"\n"), 1):
             with refusing(f"cannot read {source} line {n}"):
                 if line.strip():
                     rows.append((f"{source} line {n}", {} | json.loads(line)))  # only an object can be joined to one
         return rows
     with refusing(f"cannot read {source} (only .jsonl does without `pip install datasets`)"):
         import datasets
-        name, *rest = source.split(":")
-        options = {"index_col": False} if kind == "csv" else {}  # else a cell too many shifts the columns
-        table = datasets.load_dataset(kind, data_files=[source], split="train", **options) if is_file else \
-            datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
+        name, *rest = [kind] if is_file else source.split(":")
+        split, files = rest.pop() if rest else "train", [source] if is_file else None
+        options = {"index_col": False} if name == "csv" else {}  # else a cell too many shifts the columns
+        table = datasets.load_dataset(name, *rest, split=split, data_files=files, **options)
         return [(f"{source} row {n}", row) for n, row in enumerate(table, 1)]
 
 
@@ -212,8 +214,7 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
             raise TypeError("role and content must be strings")
         if isinstance(text, str) and text.startswith("[{") and "role" in text[:20]:
             raise TypeError("these are messages written as a string")
-    if not messages or not messages[-1]["content"].strip():
-        raise Skip(f"{name} is empty")
+    refuse(not messages or not messages[-1]["content"].strip(), f"{name} is empty", Skip)
     return text
 
 
@@ -265,8 +266,7 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
             if end < len(ids[0]):
                 notes.setdefault("with a prompt cut to the tokens that prompt + answer begin with", []).append(where)
             parts = [front + ids[0][:end], *(x[end:] for x in ids[1:])]
-            if not all(parts) or any(y == parts[1] for y in parts[2:]):
-                raise Skip("no tokens, or both answers the same")
+            refuse(not all(parts) or any(y == parts[1] for y in parts[2:]), "no tokens, or both answers the same", Skip)
             x, *ys = (tuple(ints.setdefault(i, i) for i in part) for part in parts)  # rows share their ints
             kept.append((x, ys, row | {"prompt": prompt}))
         except Skip as reason:
@@ -274,8 +274,7 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
     counted = (f"{len(places)} {note} (first: {places[0]})" for note, places in notes.items())
     print(f"{source}: {len(kept)} of {len(rows)} rows", *counted, sep="; ")
     bad = sum(len(at) for note, at in notes.items() if "dropped" in note and "longer" not in note)
-    if not kept or 2 * bad > len(rows):
-        raise BadInput(f"{source}: " + ("too few rows are left" if rows else "it holds no rows"))
+    refuse(not kept or 2 * bad > len(rows), f"{source}: " + ("too few rows are left" if rows else "it holds no rows"))
     return kept
 
 
@@ -284,8 +283,7 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
 def parse_pair(row: dict, where: str):
     """A row of the file -> its prompt and two answers, as strings or as lists of messages."""
     chosen, rejected = (text_of(row, name, where) for name in ("chosen", "rejected"))
-    if chosen == rejected:
-        raise Skip("chosen equals rejected")
+    refuse(chosen == rejected, "chosen equals rejected", Skip)
     if "prompt" in row:
         prompt = text_of(row, "prompt", where)
         if isinstance(prompt, str) and isinstance(chosen, list):
@@ -295,8 +293,8 @@ def parse_pair(row: dict, where: str):
         return prompt, [chosen, rejected]
     end = common_prefix([chosen, rejected])
     end -= isinstance(chosen, str) and chosen[:end].endswith(" ")  # the space belongs to the answers' first tokens
-    if not 0 < end < min(len(chosen), len(rejected)):
-        raise Skip("no column prompt, and chosen and rejected do not begin alike and then differ")
+    refuse(not 0 < end < min(len(chosen), len(rejected)),
+           "no column prompt, and chosen and rejected do not begin alike and then differ", Skip)
     return chosen[:end], [chosen[end:], rejected[end:]]
 
 
@@ -402,8 +400,7 @@ def adapter_base(folder: str) -> str | None:
         return None
     with refusing(f"cannot read {file}"):
         base = find_folder(json.loads(file.read_text())["base_model_name_or_path"])
-        if (Path(base) / "adapter_config.json").exists():
-            raise BadInput(f"its base {base} is an adapter too: merge that first, and name the merged model there")
+        refuse((Path(base) / "adapter_config.json").exists(), f"{folder}'s base is an adapter too: merge that first")
         return base
 
 
@@ -422,14 +419,6 @@ def load_tokenizer(folder: str):
         return AutoTokenizer.from_pretrained(folder if own else base, trust_remote_code=False), longest
 
 
-def check_tokenizer(folders: dict[str, str], tokenizer):
-    """Raises BadInput if the reference's token ids mean something else than the policy's."""
-    other = folders["ref_model"]
-    if other != folders["model"] and (Path(other) / "tokenizer_config.json").exists():
-        if tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer):
-            raise BadInput(f"{other} has another tokenizer than the policy: name another --ref_model")
-
-
 def from_checkpoint(kind, folder: str):
     """A model as it was saved, in eval mode and without dropout, which would add noise to every log-ratio."""
     with refusing(f"cannot load the model {folder}"):
@@ -438,9 +427,9 @@ def from_checkpoint(kind, folder: str):
             vars(part).update({name: 0.0 for name, p in vars(part).items() if "drop" in name and isinstance(p, float)})
         model, info = kind.from_pretrained(folder, config=config, dtype="auto", use_safetensors=True,
                                            trust_remote_code=False, output_loading_info=True)
-    if missing := [*info["missing_keys"], *info["mismatched_keys"]]:
-        raise BadInput(f"{folder} lacks weights ({missing[0]}, ..), which would be noise: name another model")
-    return model.eval()
+    missing = [*info["missing_keys"], *info["mismatched_keys"]]
+    refuse(missing, f"{folder} lacks weights ({missing[:1]}, ..), which would be noise: name another model")
+    return model
 
 
 def load_model(folder: str, device: str, args, trains: bool = False):
@@ -456,9 +445,9 @@ def load_model(folder: str, device: str, args, trains: bool = False):
             target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
             config = peft.PeftConfig.from_pretrained(folder) if base else peft.LoraConfig(
                 task_type="CAUSAL_LM", r=lora, lora_alpha=args.lora_alpha or 2 * lora, target_modules=target)
-            if config.is_prompt_learning or base and lora:
-                raise BadInput("it is an adapter already: leave out --lora_r" if lora else "it is no LoRA adapter")
-            config.lora_dropout, config.inference_mode = args.lora_dropout, not trains
+            refuse(base and lora, f"{folder} is an adapter already: leave out --lora_r")
+            refuse(config.is_prompt_learning, f"{folder} is no LoRA adapter")
+            config.lora_dropout = args.lora_dropout
             if base:
                 model = peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
                                                        use_safetensors=True, autocast_adapter_dtype=False)
@@ -488,13 +477,6 @@ def checkpoint_layers(model, use_reentrant: bool = False):
             module.training = True
 
 
-def stop_tokens(model, tokenizer) -> list[int]:
-    """The ids that end a completion: the tokenizer's EOS, and what the model's generation config names."""
-    ends = base_model(model).generation_config.eos_token_id
-    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-    return sorted(end for end in ends if isinstance(end, int))
-
-
 def save_model(model, tokenizer, out: Path, args):
     """out/model as save_pretrained writes it, whole or not at all. Of a LoRA run it is the adapter, unless --merge."""
     for folder in (out / ".model", out / "model"):
@@ -520,8 +502,7 @@ def load_function(spec: str) -> Callable:
         file, name = spec.rsplit(":", 1)
         sys.path.insert(0, str(Path(file).resolve().parent))  # it may import its neighbours, and multiprocessing it
         module = importlib.import_module(Path(file).stem)
-        if not Path(module.__file__).samefile(file):
-            raise ImportError(f"another module has the name {Path(file).stem}: rename the file")
+        refuse(not Path(module.__file__).samefile(file), f"{module.__file__} has its name: rename one", ImportError)
         return getattr(module, name)
 
 
@@ -546,70 +527,62 @@ def answer(policy, tokenizer, held: list, score: Callable | None, step: int, arg
     """Samples from the policy's own distribution, as samples.jsonl keeps them, and their mean --score."""
     longest, samples = context_length(policy.config) - args.max_new_tokens, []
     rows = [row for row in {row.prompt: row for row in held}.values() if len(row.prompt) <= longest][:args.samples]
-    core, ends = base_model(policy), stop_tokens(policy, tokenizer)
+    core = base_model(policy)
+    own, core.generation_config = core.generation_config, GenerationConfig()  # generate() would mix them
+    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
+    ends = sorted({tokenizer.eos_token_id, *ends} - {None})
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=args.max_new_tokens, pad_token_id=0,
                               eos_token_id=ends or None)
-    own, core.generation_config = core.generation_config, GenerationConfig()  # generate() would mix them
     batches = [rows] if rows and shares_prompts(policy) else [[row] for row in rows]  # others may see padding
     with eval_mode(policy), autocast(policy, args.dtype), refusing(f"cannot sample from {args.model}"):
         for batch in batches:
-            ids = pad_sequence([torch.tensor(row.prompt) for row in batch], True, 0, "left").to(policy.device)
-            mask = pad_sequence([torch.ones(len(row.prompt)) for row in batch], True, 0, "left").to(policy.device)
-            new = core.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1]:]
-            for row, y in zip(batch, new.tolist()):
+            ids = pad_sequence([torch.tensor(row.prompt) for row in batch], True, -1, "left").to(policy.device)
+            new = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), generation_config=config)
+            for row, y in zip(batch, new[:, ids.shape[1]:].tolist()):
                 y = y[:next((t for t, token in enumerate(y) if token in ends), len(y))]
                 text = tokenizer.decode(y, skip_special_tokens=True)
                 samples.append({"step": step, "held_out": True, "prompt": row.row["prompt"], "completion": text})
     core.generation_config = own
     if not score or not rows:
         return samples, {}
-    columns = {name: [row.row.get(name) for row in rows] for name in rows[0].row if name != "prompt"}
-    columns["prompts"] = [sample["prompt"] for sample in samples]
+    columns = {name: [row.row.get(name) for row in rows] for name in rows[0].row}
+    columns["prompts"] = columns.pop("prompt")
     columns["completions"] = [y["completion"] if isinstance(y["prompt"], str) else
                               [{"role": "assistant", "content": y["completion"]}] for y in samples]
     with refusing(f"--score {args.score} failed"):
         scores = [None if value is None else float(value) for value in score(**columns)]
         samples = [sample | {"score": value} for sample, value in zip(samples, scores, strict=True)]
-    known = [value for value in scores if value is not None]
-    return samples, {"eval_score": float(np.mean(known))} if known else {}
+    numbers = [value for value in scores if value is not None]
+    return samples, {"eval_score": sum(numbers) / len(numbers)} if numbers else {}
 
 
 # ---- Flags, order, files of a run: the same in dpo.py, kto.py and rloo.py -------------------------------------------
 
-MAY_BE_0 = {"lr", "weight_decay", "samples", "eval_size", "warmup", "seed", "lora_dropout", "label_smoothing",
-            "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k"}
-
-
-def refuse(*rules: tuple[bool, str]):
-    for wrong, sentence in rules:
-        if wrong:
-            raise BadInput(sentence)
-
-
 def settle(args):
     """Fills in the flags that depend on others. Refuses what would silently mean something else."""
+    may_be_0 = {"lr", "weight_decay", "samples", "eval_size", "warmup", "seed", "lora_dropout", "label_smoothing",
+                "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k", "beta"}
     logging.disable_progress_bar()  # transformers': one per file is noise
     args = replace(args, **{name: str(value) for name, value in vars(args).items() if isinstance(value, Path)})
+    args = replace(args, out=os.path.expanduser(args.out))
     for name, hint in get_type_hints(type(args)).items():
         value = vars(args)[name]
         with refusing(f"--{name} cannot be {value!r}"):  # main() may be called without a command line
             check_type(value, hint)
-            if type(value) in (int, float) and not (0 <= value < 1e18 and (value or name in MAY_BE_0)):
-                raise ValueError("it must be a number above 0")
+            wrong = type(value) in (int, float) and not (0 <= value < 1e18 and (value or name in may_be_0))
+            refuse(wrong, "it must be a number above 0", ValueError)
     if args.model is None and args.data is None:
         demo = {name: os.path.relpath(Path(__file__).parent / path) for name, path in DEMO.items()}
-        refuse((not Path(demo["model"]).exists(), "there is no demo/ beside this script: give --model and --data"))
-        demo |= {"reward": (demo["reward"],)} if "reward" in demo else {}
-        args = replace(args, **{name: value for name, value in demo.items() if not vars(args)[name]},
-                       lr=2e-4 if args.lr is None else args.lr)
-    refuse((not args.model or not args.data, "--model and --data go together: give both, or neither for the demo"),
-           (not args.lora_r and (args.lora_alpha or args.lora_target != "all-linear"),
-            "--lora_alpha and --lora_target need --lora_r"),
-           (args.merge and args.save_dtype != "float32", "--merge would round what was measured: save float32"),
-           (max(args.warmup, args.lora_dropout, args.sync_mix) > 1,
-            "--warmup, --lora_dropout and --sync_mix are at most 1"),
-           (args.sync_reference and args.ref != "swap", "--sync_reference needs --ref swap: no other reference moves"),
-           (args.ref == "none" and args.ref_model, "--ref none uses no --ref_model: leave one out"))
+        refuse(not Path(demo["model"]).exists(), "there is no demo/ beside this script: give --model and --data")
+        demo |= {"lr": 2e-4, "reward": (demo.get("reward"),)}
+        args = replace(args, **{name: value for name, value in demo.items() if vars(args).get(name, 0) in (None, ())})
+    refuse(not args.model or not args.data, "--model and --data go together: give both, or neither for the demo")
+    refuse(not args.lora_r and (args.lora_alpha or args.lora_target != "all-linear"),
+           "--lora_alpha and --lora_target need --lora_r")
+    refuse(args.merge and args.save_dtype != "float32", "--merge would round what was measured: save float32")
+    refuse(max(args.warmup, args.lora_dropout, args.sync_mix) > 1, "--warmup, --lora_dropout, --sync_mix: at most 1")
+    refuse(args.sync_reference and args.ref != "swap", "--sync_reference needs --ref swap: no other reference moves")
+    refuse(args.ref == "none" and args.ref_model, "--ref none uses no --ref_model: leave one out")
     auto = "bfloat16" if torch.cuda.is_available() else "float32"
     return replace(args, lr=1e-6 if args.lr is None else args.lr, dtype=auto if args.dtype == "auto" else args.dtype,
                    ref_model=args.ref_model or args.model)
@@ -650,9 +623,8 @@ def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
 
 def claim(out: Path, inputs: list):
     """Makes the folder, and locks it: a run shares it with no other one, and with nothing that it reads."""
-    for path in map(Path, inputs):
-        if out.resolve() in (path.resolve(), *path.resolve().parents):
-            raise BadInput(f"--out {out} holds {path}, which this run reads: name another --out")
+    for path in inputs:
+        refuse(Path(path).resolve().is_relative_to(out.resolve()), f"--out {out} holds {path}, an input: name another")
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
         out.mkdir(parents=True, exist_ok=True)
         return FileLock(out / ".lock").acquire(timeout=0)
@@ -665,13 +637,8 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
     skipped = digested | speed | {"out", "ref_cache", *(("steps", "epochs") if args.schedule == "constant" else ())}
     flags = {name: value for name, value in asdict(args).items() if name not in skipped}
     weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(repr(row).encode("utf-8", "backslashreplace"))
-    return json.loads(json.dumps({**flags, **weights, "rows": digest.hexdigest()}))
-
-
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+    digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
+    return {**flags, **weights, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
 
 
 def save_checkpoint(out: Path, step: int, identity: dict, **objects):
@@ -682,7 +649,7 @@ def save_checkpoint(out: Path, step: int, identity: dict, **objects):
             if not p.requires_grad:
                 del state[name][key]  # frozen weights are in the model's own files
     sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
-    state |= {"step": step, "identity": json.dumps(identity), "sizes": sizes}
+    state |= {"step": step, "identity": identity, "sizes": sizes}
     write_whole(out / "checkpoint.pt", lambda file: torch.save(state, file))
 
 
@@ -690,19 +657,15 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
     """What save_checkpoint kept; runs nothing in it. Raises BadInput if it is damaged, or another run's."""
     path = out / "checkpoint.pt"
     if not path.exists():
-        if (out / "model").exists():
-            raise BadInput(f"{out / 'model'} is there already: name another --out")
+        refuse((out / "model").exists(), f"{out / 'model'} is there already: name another --out")
         return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}}
     with refusing(f"{path} is damaged (delete it to start anew)"):
-        if damaged := zipfile.ZipFile(path).testzip():  # torch.load looks at no checksum
-            raise ValueError(f"{damaged} has changed")
+        refuse(zipfile.ZipFile(path).testzip(), "its checksum does not match", ValueError)  # torch.load looks at none
         state = torch.load(path, map_location="cpu", weights_only=True)
         check_type(state["step"], int)
-        theirs = json.loads(state["identity"])
-        differing = [name for name in identity if theirs.get(name) != identity[name]]
-    for name in differing:
-        raise BadInput(f"{out} holds a run with {name} {str(theirs.get(name))[:80]!r} and not "
-                       f"{str(identity[name])[:80]!r}: name another --out")
+        for name, mine in identity.items():
+            theirs = state["identity"].get(name)
+            refuse(theirs != mine, f"{out} holds a run with {name} {theirs!r} and not {mine!r}: name another --out")
     return state
 
 
@@ -710,16 +673,15 @@ def restore(out: Path, state: dict, **objects):
     """Brings everything back to where the checkpoint left it, the log files too."""
     for name in (METRICS, SAMPLES):
         with refusing(f"cannot go on with {out / name}"), open(out / name, "ab") as file:
-            if file.tell() < state["sizes"][name]:
-                raise ValueError("it is shorter than it was: name another --out")
+            refuse(file.tell() < state["sizes"][name], "it is shorter than it was: name another --out", ValueError)
             file.truncate(state["sizes"][name])
     for name, thing in objects.items() if state["step"] else ():
         with refusing(f"{out / 'checkpoint.pt'} does not fit this run"):
             strict = {"strict": False} if isinstance(thing, torch.nn.Module) else {}  # frozen weights are not in it
             thing.load_state_dict(state.pop(name), **strict)
             slots = thing.state.items() if isinstance(thing, torch.optim.Optimizer) else ()
-            if any(value.numel() not in (1, p.numel()) for p, values in slots for value in values.values()):
-                raise ValueError("the optimizer's state has another shape")
+            wrong = any(value.numel() not in (1, p.numel()) for p, values in slots for value in values.values())
+            refuse(wrong, "the optimizer's state has another shape", ValueError)
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -756,12 +718,10 @@ def interrupt():
             raise KeyboardInterrupt
         asked.append(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with ExitStack() as after:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            after.callback(signal.signal, number, signal.signal(number, ask))  # afterwards the old one is back
         yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def report(log: Log):
@@ -840,12 +800,12 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 
 
 def check(args: Args):
-    low, high = args.humanline or (-1, 1)
-    refuse((args.humanline and args.ref != "swap", "--humanline needs a reference that moves: add --ref swap"),
-           (not low < 0 < high, "--humanline is a number below 0 and one above"),
-           (args.balance and (args.desirable_weight, args.undesirable_weight) != (1, 1),
-            "--balance sets the weights: leave them out"),
-           (not args.desirable_weight or not args.undesirable_weight, "--*_weight must be above 0"))
+    weights = args.desirable_weight, args.undesirable_weight
+    refuse(not args.beta, "--beta must be above 0")
+    refuse(args.humanline and args.ref != "swap", "--humanline needs a reference that moves: add --ref swap")
+    refuse(args.humanline and not args.humanline[0] < 0 < args.humanline[1], "--humanline: a number below 0, one above")
+    refuse(args.balance and weights != (1, 1), "--balance sets the weights: leave them out")
+    refuse(not all(weights), "--*_weight must be above 0")
 
 
 def main(args: Args) -> list[dict]:
@@ -856,24 +816,24 @@ def main(args: Args) -> list[dict]:
     folders = {name: find_folder(vars(args)[name]) for name in ("model", "ref_model")}
     score = load_function(args.score) if args.score else None
     tokenizer, longest = load_tokenizer(folders["model"])
-    check_tokenizer(folders, tokenizer)
+    other = folders["ref_model"]
+    own = other != folders["model"] and (Path(other) / "tokenizer_config.json").exists()
+    refuse(own and tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer),
+           f"{other} has another tokenizer than the policy: name another --ref_model")
     max_length = min(args.max_length, longest)
-    train = load_rows(args.data, tokenizer, max_length, args)
-    if args.eval_data:
-        held = load_rows(args.eval_data, tokenizer, max_length, args)
-    else:
+    train, held = (load_rows(file, tokenizer, max_length, args) if file else [] for file in (args.data, args.eval_data))
+    if not args.eval_data:
         train, held = hold_out(train, args.eval_size, args.seed)
     args = weigh(train, args)
     if args.show_data:
-        for y in [train[0].completion]:
-            tokens = tokenizer.batch_decode([[token] for token in y])
-            print(tokenizer.decode(train[0].prompt), *(f"[{token}]" for token in tokens), sep="")
+        tokens = tokenizer.batch_decode([[token] for token in train[0].completion])
+        print(tokenizer.decode(train[0].prompt), *(f"[{token}]" for token in tokens), sep="")
         return []
     if args.loss == "kto":
         train, held = draw_others(train, held, max_length, args.seed)
     batch_size = min(args.batch_size, len(train))
     steps = args.steps or math.ceil(args.epochs * len(train) / batch_size)
-    out = Path(args.out).expanduser()
+    out = Path(args.out)
     with claim(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
         identity = identify(args, train + held, folders)
         state = read_checkpoint(out, identity)
@@ -885,6 +845,7 @@ def main(args: Args) -> list[dict]:
         # the reference comes first: its model is gone before the policy is loaded, so that two are never in memory
         if args.ref == "cache":
             reference = fill_cache(folders["ref_model"], tokenizer, asked(train + held), device, args)
+        set_seed(args.seed)  # of a new adapter, and of the first answers
         policy = load_model(folders["model"], device, args, trains=True)
         if args.ref in ("swap", "live"):
             reference = hold_reference(folders, policy, device, args)
@@ -892,8 +853,7 @@ def main(args: Args) -> list[dict]:
                                       weight_decay=args.weight_decay, fused=device == "cuda")
         scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, steps, args.warmup, args.schedule))
         changing = dict(policy=policy, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
-        if args.sync_reference or args.humanline:
-            changing["reference"] = reference
+        changing |= {"reference": reference} if args.sync_reference or args.humanline else {}
         restore(out, state, **changing)
         done, log = state["step"], Log(out, args.tensorboard)
         if done == 0:
@@ -921,8 +881,6 @@ def main(args: Args) -> list[dict]:
                     raise Stopped(f"step {step}: {', '.join(wrong)}: lower --lr, or look at its rows")
                 if step == 1 and not args.lora_dropout and args.ref_model == args.model:
                     check_agreement(batch.ratio / batch.size, args.dtype)
-                    print(f"step 0: KL estimate {z:.1e}, loss {values['loss']:.4f}")
-
                 done = None  # until the log is written the weights belong to no step
                 if args.humanline:
                     reference.sync()  # before the update, as HALOs does
@@ -937,15 +895,13 @@ def main(args: Args) -> list[dict]:
                         p.data.copy_(p.data.to(getattr(torch, args.save_dtype)) if p.requires_grad else p.data)
                     answers, scored = answer(policy, tokenizer, held, score, step, args)
                     values |= scored
-                if step == steps or args.eval_every and step % args.eval_every == 0:
+                if step == steps or step % (args.eval_every or steps) == 0:
                     values |= evaluate(policy, held, reference, args)
-                if step % (args.eval_every or step + 1) == 0:
                     held_out = [f"{name} {value:.3f}" for name, value in values.items() if name.startswith("eval_")]
                     tqdm.write(f"step {step}: {', '.join(held_out)}")
                 log.write(values, answers)
                 speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
-                shown = f"loss {values['loss']:.3f}, accuracy {values['rewards/accuracies']:.2f}"
-                bar.set_postfix_str(f"{shown}, {speed:,.0f} tokens/s")
+                bar.set_postfix({"loss": values["loss"], "accuracy": values["rewards/accuracies"], "tok/s": int(speed)})
                 done = step
                 if step % args.save_every == 0 or step == steps or signals:
                     save_checkpoint(out, step, identity, **changing)
@@ -959,8 +915,7 @@ def main(args: Args) -> list[dict]:
         save_model(policy, tokenizer, out, args)
         save_checkpoint(out, steps, identity)  # without weights: the run is finished
     report(log)
-    print(f"\n{steps} steps of {batch_size} rows in {time.monotonic() - began:.0f} s")
-    print(f"the model is in {out / 'model'}")
+    print(f"\n{steps} steps of {batch_size} rows in {time.monotonic() - began:.0f} s; the model is in {out / 'model'}")
     return log.history
 
 

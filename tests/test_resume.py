@@ -266,6 +266,7 @@ def test_a_reward_that_raises_saves_the_steps_before_it_and_the_same_command_goe
     same_as_whole("rloo", tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_kill_between_the_model_and_the_last_checkpoint_is_harmless(flags_of, same_as_whole, tmp_path, monkeypatch):
     def save_checkpoint(out, step, identity, original=dpo.save_checkpoint, **objects):
         if not objects:

@@ -473,9 +473,9 @@ def test_a_prompt_without_room_for_its_sample_is_dropped_or_truncated_and_counte
 def test_prompt_and_sample_may_fill_the_positions_of_the_model(run, tmp_path):
     """Of which there are 256."""
     data = write(tmp_path / "long.jsonl", [dict(ROWS[0], prompt="and so on " * 200)] * 2)
-    files, changes = dict(data=data, eval_data=data), dict(truncate=True, max_length=999, max_new_tokens=100)
+    files, changes = dict(data=data, eval_data=data), dict(truncate=True, max_length=999, max_new_tokens=40)
     groups = run(**files, **changes, samples=0, steps=1, temperature=9.0).rollouts[0].groups
-    assert {len(prompt) for prompt, _ in groups} == {156} and max(len(y) for _, ys in groups for y in ys) == 100
+    assert {len(prompt) for prompt, _ in groups} == {216} and max(len(y) for _, ys in groups for y in ys) == 40
 
 
 BROKEN = "broken.py:broken"
