@@ -672,6 +672,11 @@ def read_lines(path: Path) -> list[dict]:
         return [json.loads(line) | {} for line in path.read_text().splitlines()]
 
 
+def stop_if_not_finite(values: dict):
+    wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+    refuse(wrong, f"step {values['step']}: {', '.join(wrong)}: lower --lr, or look at its rows", Stopped)
+
+
 class Log:
     """Writes metrics.jsonl, a line per step; samples.jsonl, a line per completion; TensorBoard's events if asked."""
 
@@ -683,6 +688,7 @@ class Log:
             self.board = SummaryWriter(out)
 
     def write(self, values: dict, samples: list[dict]):
+        stop_if_not_finite(values)
         for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
             with open(self.out / name, "a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -785,7 +791,8 @@ def check(args: Args):
     losses, smooth = set(args.loss), {"sigmoid", "robust", "exo_pair", "aot", "aot_unpaired"}
     refuse(not losses or len(args.loss_weights) not in (0, len(args.loss)), "--loss_weights: one number per --loss")
     refuse(not args.beta, "--beta must be above 0")
-    refuse(losses <= {"simpo", "sft"} and (args.humanline or args.sync_reference), "--loss simpo and sft: no reference moves")
+    moves = args.humanline or args.sync_reference
+    refuse(moves and losses <= {"simpo", "sft"}, "this --loss has no reference that could move")
     refuse(args.humanline and args.ref != "swap", "--humanline needs a reference that moves: add --ref swap")
     refuse(args.humanline and "aot" in losses, "--humanline clamps log-ratios, --loss aot has none: use aot_unpaired")
     refuse(args.humanline and not args.humanline[0] < 0 < args.humanline[1], "--humanline: a number below 0, one above")
@@ -862,8 +869,7 @@ def main(args: Args) -> list[dict]:
                 tokens += sum(len(row.prompt) + len(row.chosen) + len(row.rejected) for row in rows)
                 values = {"step": step, **metrics(batch, args), "grad_norm": grad_norm,
                           "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
-                if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
-                    raise Stopped(f"step {step}: {', '.join(wrong)}: lower --lr, or look at its rows")
+                stop_if_not_finite(values)
                 if step == 1 and reference is not None and not args.lora_dropout and args.ref_model == args.model:
                     check_agreement(torch.cat([batch.ratio_w / batch.len_w, batch.ratio_l / batch.len_l]), args.dtype)
                 done = None  # until the log is written the weights belong to no step

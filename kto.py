@@ -689,6 +689,11 @@ def read_lines(path: Path) -> list[dict]:
         return [json.loads(line) | {} for line in path.read_text().splitlines()]
 
 
+def stop_if_not_finite(values: dict):
+    wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+    refuse(wrong, f"step {values['step']}: {', '.join(wrong)}: lower --lr, or look at its rows", Stopped)
+
+
 class Log:
     """Writes metrics.jsonl, a line per step; samples.jsonl, a line per completion; TensorBoard's events if asked."""
 
@@ -700,6 +705,7 @@ class Log:
             self.board = SummaryWriter(out)
 
     def write(self, values: dict, samples: list[dict]):
+        stop_if_not_finite(values)
         for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
             with open(self.out / name, "a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -877,8 +883,7 @@ def main(args: Args) -> list[dict]:
                 tokens += sum(len(row.prompt) + len(row.completion) for row in rows)
                 values = {"step": step, **metrics(batch, z, args), "grad_norm": grad_norm,
                           "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
-                if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
-                    raise Stopped(f"step {step}: {', '.join(wrong)}: lower --lr, or look at its rows")
+                stop_if_not_finite(values)
                 if step == 1 and not args.lora_dropout and args.ref_model == args.model:
                     check_agreement(batch.ratio / batch.size, args.dtype)
                 done = None  # until the log is written the weights belong to no step

@@ -538,7 +538,8 @@ def load_rewards(folders: dict, device: str, args: Args) -> list[tuple[str, Call
     weights = args.reward_weights or [1.0] * len(names)
     refuse(not names, "there is no reward: give --reward FILE.py:FUNCTION or --reward_model")
     refuse(len({*names}) < len(names), f"two rewards have one name ({', '.join(names)}): rename a function")
-    refuse(not any(weights) or len(weights) != len(names), f"--reward_weights must be {len(names)} numbers, not 0")
+    wrong = len(weights) != len(names) or not any(weights) or math.isnan(sum(weights))
+    refuse(wrong, f"--reward_weights must be {len(names)} numbers, not all of them 0")
     return list(zip(names, functions, weights))
 
 
@@ -707,6 +708,11 @@ def read_lines(path: Path) -> list[dict]:
         return [json.loads(line) | {} for line in path.read_text().splitlines()]
 
 
+def stop_if_not_finite(values: dict):
+    wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+    refuse(wrong, f"step {values['step']}: {', '.join(wrong)}: lower --lr, or look at its rows", Stopped)
+
+
 class Log:
     """Writes metrics.jsonl, a line per step; samples.jsonl, a line per completion; TensorBoard's events if asked."""
 
@@ -718,6 +724,7 @@ class Log:
             self.board = SummaryWriter(out)
 
     def write(self, values: dict, samples: list[dict]):
+        stop_if_not_finite(values)
         for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
             with open(self.out / name, "a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -923,8 +930,7 @@ def main(args: Args) -> list[dict]:
                     values = metrics(drawn, rewards, samples.ratio if args.beta else None)
                     values = {"step": step, **values, **means, **losses, "grad_norm": grad_norm,
                               "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
-                    if wrong := [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]:
-                        raise Stopped(f"step {step}: {', '.join(wrong)}: lower --lr, or look at its rows")
+                    stop_if_not_finite(values)
                     if update == 0 and done == state["step"] and not args.lora_dropout:
                         check_start(drawn, samples, step, args)
                     done = None  # until the log is written the weights belong to no step
