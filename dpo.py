@@ -837,7 +837,7 @@ def main(args: Args) -> list[dict]:
         reference = None
         if args.ref == "cache":
             reference = fill_cache(folders["ref_model"], tokenizer, groups(train + held), device, args)
-        set_seed(args.seed)  # of a new adapter, and of the first answers
+        set_seed(args.seed % 2**32)  # of a new adapter, and of the first answers
         policy = load_model(folders["model"], device, args, trains=True)
         if args.ref in ("swap", "live"):
             reference = hold_reference(folders, policy, device, args)
@@ -881,6 +881,8 @@ def main(args: Args) -> list[dict]:
                 if args.sync_reference and step % args.sync_reference == 0:
                     reference.sync(args.sync_mix)  # after it, as in TR-DPO, arXiv:2404.09656
                 answers = []
+                if step == steps and args.save_dtype != "float32":
+                    tqdm.write(f"before rounding to {args.save_dtype}: {evaluate(policy, held, reference, args)}")
                 if step == steps:
                     for p in policy.parameters():  # what is evaluated is what is saved
                         p.data.copy_(p.data.to(getattr(torch, args.save_dtype)) if p.requires_grad else p.data)

@@ -893,7 +893,7 @@ def main(args: Args) -> list[dict]:
             return read_lines(out / METRICS)
         (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
 
-        set_seed(args.seed)  # of a new adapter
+        set_seed(args.seed % 2**32)  # of a new adapter
         policy = load_model(folders["model"], device, args, trains=True)
         reference = hold_reference(folders, policy, device, args) if args.beta else None
         highest, vocabulary = max(max(row.prompt) for row in train + held), len(policy.get_input_embeddings().weight)
@@ -940,6 +940,8 @@ def main(args: Args) -> list[dict]:
                 if args.sync_reference and step % args.sync_reference == 0:
                     reference.sync(args.sync_mix)  # after the update, as in TR-DPO, arXiv:2404.09656
                 lines = [{"step": step, "held_out": False, **line} for line in lines]
+                if step == steps and args.save_dtype != "float32":
+                    tqdm.write(f"before rounding to {args.save_dtype}: {evaluate(policy, tokenizer, held, reference, judges, args)[1]}")
                 if step == steps:
                     for p in policy.parameters():  # what is evaluated is what is saved
                         p.data.copy_(p.data.to(getattr(torch, args.save_dtype)) if p.requires_grad else p.data)
