@@ -941,7 +941,8 @@ def main(args: Args) -> list[dict]:
                     reference.sync(args.sync_mix)  # after the update, as in TR-DPO, arXiv:2404.09656
                 lines = [{"step": step, "held_out": False, **line} for line in lines]
                 if step == steps and args.save_dtype != "float32":
-                    tqdm.write(f"before rounding to {args.save_dtype}: {evaluate(policy, tokenizer, held, reference, judges, args)[1]}")
+                    _, scored = evaluate(policy, tokenizer, held, reference, judges, args)
+                    tqdm.write(f"before rounding to {args.save_dtype}: {scored}")
                 if step == steps:
                     for p in policy.parameters():  # what is evaluated is what is saved
                         p.data.copy_(p.data.to(getattr(torch, args.save_dtype)) if p.requires_grad else p.data)

@@ -248,12 +248,12 @@ def test_a_failing_step_saves_the_steps_before_it_and_the_same_command_goes_on(
     same_as_whole(name, tmp_path / "out")
 
 
-@pytest.mark.parametrize("call, signalled, saved", [  # of the reward: held-out rows, step 1, step 2, held-out rows, step 3
+@pytest.mark.parametrize("call, signalled, saved", [  # calls: held-out rows, step 1, step 2, held-out rows, step 3
     (5, False, 2), (4, False, None), pytest.param(5, True, 2, marks=pytest.mark.slow)])
 def test_a_reward_that_raises_saves_the_steps_before_it_and_the_same_command_goes_on(
         call, signalled, saved, flags_of, same_as_whole, tmp_path, monkeypatch):
-    """Call 4 comes when the weights belong to step 2 and the log to step 1, so that there is nothing to save. Signalled:
-    Ctrl-C reaches all processes of a terminal, so that a reward which asks another one may fail at the same time."""
+    """At call 4 the weights belong to step 2 and the log to step 1, so that there is nothing to save. Signalled: Ctrl-C
+    reaches all processes of a terminal, so that a reward which asks another one may fail at the same time."""
     def call_reward(*inputs, original=rloo.call_reward, calls=[]):
         calls.append(1)
         if len(calls) == call:
