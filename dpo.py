@@ -252,7 +252,8 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
     """A column that holds a string or chat messages."""
     text = row.get(name)
     messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
-    with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {[*row]})"):
+    columns = str([*row])[:200]
+    with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {columns})"):
         if not all(isinstance(message[key], str) for message in messages for key in ("role", "content")):
             raise TypeError("role and content must be strings")
         if isinstance(text, str) and text.startswith("[{") and "role" in text[:20]:
@@ -467,7 +468,9 @@ def save_model(model, tokenizer, out: Path, args):
     model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
     model.to(getattr(torch, args.save_dtype)).save_pretrained(out / ".model")
     tokenizer.save_pretrained(out / ".model")
-    os.sync()
+    for path in (out / ".model").iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
     os.replace(out / ".model", out / "model")
 
 

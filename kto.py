@@ -209,7 +209,8 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
     """A column that holds a string or chat messages."""
     text = row.get(name)
     messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
-    with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {[*row]})"):
+    columns = str([*row])[:200]
+    with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {columns})"):
         if not all(isinstance(message[key], str) for message in messages for key in ("role", "content")):
             raise TypeError("role and content must be strings")
         if isinstance(text, str) and text.startswith("[{") and "role" in text[:20]:
@@ -314,7 +315,7 @@ def parse_row(row: dict, where: str):
         return parse_pair(row, where)
     if row.get("label") not in (0, 1, "0", "1", "true", "false", "True", "False"):
         raise BadInput(f"{where}: label must be true or false, 1 or 0, not {str(row.get('label'))[:50]!r} "
-                       f"(columns: {[*row]})")
+                       f"(columns: {str([*row])[:200]})")
     return text_of(row, "prompt", where), [text_of(row, "completion" if "completion" in row else "output", where)]
 
 
@@ -484,7 +485,9 @@ def save_model(model, tokenizer, out: Path, args):
     model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
     model.to(getattr(torch, args.save_dtype)).save_pretrained(out / ".model")
     tokenizer.save_pretrained(out / ".model")
-    os.sync()
+    for path in (out / ".model").iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
     os.replace(out / ".model", out / "model")
 
 
