@@ -672,7 +672,10 @@ def save_checkpoint(out: Path, step: int, identity: dict, **objects):
                 del state[name][key]  # frozen weights are in the model's own files
     sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
     state |= {"step": step, "identity": identity, "sizes": sizes}
-    write_whole(out / "checkpoint.pt", lambda file: torch.save(state, file))
+    try:
+        write_whole(out / "checkpoint.pt", lambda file: torch.save(state, file))
+    except RuntimeError as error:  # what torch.save makes of a full disk
+        raise OSError(f"cannot write {out / 'checkpoint.pt'}: {error.__context__ or error}") from error
 
 
 def read_checkpoint(out: Path, identity: dict) -> dict:
@@ -684,10 +687,11 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
     with refusing(f"{path} is damaged (delete it to start anew)"):
         refuse(zipfile.ZipFile(path).testzip(), "its checksum does not match", ValueError)  # torch.load looks at none
         state = torch.load(path, map_location="cpu", weights_only=True)
-        check_type(state["step"], int)
+        refuse(type(state["step"]) is not int or state["step"] < 0, "its step is no number", ValueError)
         for name, mine in identity.items():
             theirs = state["identity"].get(name)
-            refuse(theirs != mine, f"{out} holds a run with {name} {theirs!r} and not {mine!r}: name another --out")
+            difference = f"{name} {str(theirs)[:80]!r} and not {str(mine)[:80]!r}"
+            refuse(theirs != mine, f"{out} holds a run with {difference}: name another --out")
     return state
 
 
@@ -699,8 +703,13 @@ def restore(out: Path, state: dict, **objects):
             file.truncate(state["sizes"][name])
     for name, thing in objects.items() if state["step"] else ():
         with refusing(f"{out / 'checkpoint.pt'} does not fit this run"):
-            strict = {"strict": False} if isinstance(thing, torch.nn.Module) else {}  # frozen weights are not in it
-            thing.load_state_dict(state.pop(name), **strict)
+            if isinstance(thing, torch.nn.Module):
+                loaded = thing.load_state_dict(state.pop(name), strict=False)  # frozen weights are not in it
+                trained = {key for key, p in thing.named_parameters() if p.requires_grad}
+                other = loaded.unexpected_keys or trained.intersection(loaded.missing_keys)
+                refuse(other, f"it holds other weights of the {name}", ValueError)
+            else:
+                thing.load_state_dict(state.pop(name))
             slots = thing.state.items() if isinstance(thing, torch.optim.Optimizer) else ()
             wrong = any(value.numel() not in (1, p.numel()) for p, values in slots for value in values.values())
             refuse(wrong, "the optimizer's state has another shape", ValueError)
@@ -909,7 +918,8 @@ def main(args: Args) -> list[dict]:
         changing = dict(policy=policy, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference else {}
         restore(out, state, **changing)
-        done, log = state["step"], Log(out, args.tensorboard)
+        done = saved = state["step"]
+        log = Log(out, args.tensorboard)
         if done == 0:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
             log.write({"step": 0, **scored}, [{"step": 0, "held_out": True, **line} for line in answers])
@@ -961,10 +971,11 @@ def main(args: Args) -> list[dict]:
                 done = step
                 if step % args.save_every == 0 or step == steps or signals:
                     save_checkpoint(out, step, identity, **changing)
+                    saved = step
                 if signals and step < steps:
                     raise Stopped(f"{signals[0]}: step {step} is saved, and the same command goes on there")
         except Exception as error:
-            if done and done % args.save_every and not signals:
+            if done and done > saved:
                 save_checkpoint(out, done, identity, **changing)
                 error.add_note(f"step {done} is saved, and the same command goes on there")
             raise

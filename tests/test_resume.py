@@ -1,6 +1,4 @@
 """Runs that end early: the same command goes on, and ends with the same bits as a run that was never interrupted."""
-import importlib
-import json
 import multiprocessing
 import os
 import pickle

@@ -363,7 +363,7 @@ def test_training_equals_a_slow_loop_of_two_models(run, changes):
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-        assert loss.item() == pytest.approx(history[step]["loss"], abs=1e-4)
+        assert loss.item() == pytest.approx(history[step]["loss"], abs=1e-3)
         assert clipped == pytest.approx(history[step]["clip_ratio"])
         assert kl == pytest.approx(history[step]["kl"], abs=1e-4)
     assert abs(history[-1]["kl"]) > 1e-3 and len(one.rollouts) == steps
