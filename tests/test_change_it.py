@@ -37,7 +37,7 @@ def run(module, script: str, folder: Path, name: str, **changes) -> list[dict]:
     rows = (ROOT / f"demo/{FILES[script]}.jsonl").read_text().splitlines(True)
     (folder / "train.jsonl").write_text("".join(rows[:24]))
     (folder / "test.jsonl").write_text("".join(rows[24:28]))
-    common = dict(model=str(ROOT / "demo/model"), data=str(folder / "train.jsonl"), eval_data=str(folder / "test.jsonl"),
+    common = dict(model=str(ROOT / "demo/model"), data=f"{folder}/train.jsonl", eval_data=f"{folder}/test.jsonl",
                   out=str(folder / name), steps=3, batch_size=8, lr=1e-3, warmup=0.0, samples=0)
     if script == "rloo.py":
         common |= dict(reward=(str(ROOT / "demo/score.py:sentiment"),), max_new_tokens=12, batch_size=4)

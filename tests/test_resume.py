@@ -7,12 +7,14 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import dpo
 import kto
@@ -534,6 +536,7 @@ def test_a_model_of_someone_else_in_out_is_refused_and_untouched(flags_of, tmp_p
 def live(name, flags, die_at, sleep, largest_file, events):
     """The life of a process: it counts what changes a file or a weight, and kills itself at a given count."""
     torch.set_num_threads(1)
+    tqdm.set_lock(threading.RLock())  # one of its own: a killed process would keep the one that forks share
     sys.stdout = sys.stderr = open(f"{flags['out']}.output", "a")
     count = 0
 
