@@ -365,7 +365,7 @@ def test_training_equals_a_slow_loop_of_two_models(run, changes):
             optimizer.step()
         assert loss.item() == pytest.approx(history[step]["loss"], abs=1e-3)
         assert clipped == pytest.approx(history[step]["clip_ratio"])
-        assert kl == pytest.approx(history[step]["kl"], abs=1e-4)
+        assert kl == pytest.approx(history[step]["kl"], abs=1e-3)
     assert abs(history[-1]["kl"]) > 1e-3 and len(one.rollouts) == steps
     assert any(0 < values["completions/clipped_ratio"] < 1 for values in history[1:])
     assert (max(values["clip_ratio"] for values in history[1:]) > 0) == (args.updates_per_rollout > 1)
