@@ -91,6 +91,7 @@ class Args:
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards (auto: bfloat16 on CUDA); weights are float32
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model, whose numbers the last eval_* are
+    parallel: Literal["fsdp", "ddp"] = "fsdp"  # under torchrun: weights split over the processes, or a copy in each
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
     seed: int = 0  # of data order, held-out split and samples
@@ -105,6 +106,8 @@ class Args:
 
 
 if __name__ == "__main__":
+    if int(os.environ.get("RANK", 0)):  # under torchrun the first process speaks
+        sys.stdout = sys.stderr = open(os.devnull, "w")
     given = [word.split("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")]
     for flag in {flag for flag in given if given.count(flag) > 1}:
         print(f"{flag} is given twice: give all of its values after one {flag}", file=sys.stderr)
@@ -113,7 +116,10 @@ if __name__ == "__main__":
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from filelock import FileLock  # noqa: E402  comes with torch
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -121,9 +127,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from typeguard import check_type  # noqa: E402  comes with tyro
 from refcache import (  # noqa: E402
-    BadInput, ReferenceCache, Swap, autocast, base_model, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, eval_mode, log_ratios, micro_batches, one_line, out_of_memory, reference_logprobs, share_prompts,
-    shares_prompts, tokenizer_digest, write_whole)
+    BadInput, ReferenceCache, Swap, add_up, autocast, base_model, check_agreement, checkpoint_digest,
+    completion_logprobs, context_length, eval_mode, exchange, log_ratios, micro_batches, one_line, out_of_memory,
+    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, tokenizer_digest, whole, write_whole)
 
 # ---- The loss -------------------------------------------------------------------------------------------------------
 
@@ -383,6 +389,49 @@ def asked(rows: list[Row]) -> list:
     return groups(rows) + other_groups(rows)
 
 
+# ---- Several processes: the same in dpo.py, kto.py and rloo.py ------------------------------------------------------
+
+def join_processes() -> str:
+    """Under torchrun: meets the other processes. Returns this one's device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "RANK" in os.environ and not dist.is_initialized():
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()  # NCCL for what is on GPUs, gloo for what is on CPUs
+    return device
+
+
+def any_process(here: bool, device: str) -> bool:
+    """True on all processes where it is true on one."""
+    return add_up(torch.tensor(float(here), device=device)).item() > 0
+
+
+@contextmanager
+def gathered(model):
+    """Every process has all weights in this block, if there is room on all: else each forward gathers them layer by
+    layer, and all processes must run the same number of forwards. Yields whether they must."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    size, device = sum(p.numel() * p.element_size() for p in model.parameters()), model.device.type
+    in_step = any_process(device == "cuda" and size > 0.5 * torch.cuda.mem_get_info()[0], device)
+    for module in [] if in_step else parts:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield in_step and bool(parts)
+    finally:
+        for module in parts:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
+
+
+def whole_state(state):
+    """A state dict with the parts of all processes in it, on the first one; the others only help."""
+    if isinstance(state, dict):
+        return {name: whole_state(value) for name, value in state.items()}
+    value = whole(state) if isinstance(state, torch.Tensor) else state
+    return None if value is not state and processes()[0] else value
+
+
 # ---- Models: the same in dpo.py, kto.py and rloo.py -----------------------------------------------------------------
 
 def find_folder(name: str) -> str:
@@ -438,7 +487,7 @@ def load_model(folder: str, device: str, args, trains: bool = False):
     reference. An adapter comes on its base. What trains is float32."""
     base, lora = adapter_base(folder), args.lora_r if trains else None
     model = from_checkpoint(AutoModelForCausalLM, base or folder)
-    stored, model = model.dtype, model.float().requires_grad_(trains and not base)
+    stored = model.requires_grad_(trains and not base).dtype
     if base or lora:
         with refusing("LoRA adapters need `pip install peft`"):
             import peft
@@ -451,10 +500,17 @@ def load_model(folder: str, device: str, args, trains: bool = False):
             config.lora_dropout = args.lora_dropout
             if base:
                 model = peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
-                                                       use_safetensors=True, autocast_adapter_dtype=False)
+                                                       use_safetensors=True)
             else:
                 model = peft.get_peft_model(model, config)
-    model = model.eval().to(device)
+                for module in model.modules():  # again in float32: peft drew them in the model's dtype
+                    if hasattr(module, "reset_lora_parameters"):
+                        module.reset_lora_parameters("default", True)
+    if dist.is_initialized():  # before float(): until then the weights lie in the file, and take no memory
+        rank, ranks = processes()
+        shape = {"fsdp": (ranks,), "ddp": (ranks, 1)}[args.parallel]
+        shard(model, init_device_mesh(device, shape, mesh_dim_names=("copies", "parts")[-len(shape):]))
+    model = model.float().eval().to(device)
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
             module.train()  # the one dropout there is; eval_mode turns it off for all but training steps
@@ -462,7 +518,8 @@ def load_model(folder: str, device: str, args, trains: bool = False):
         checkpoint_layers(base_model(model))
     with refusing(f"{folder} cannot be used"):
         share_prompts(model, args.dtype)
-    if args.dtype == "bfloat16" and stored == torch.bfloat16 and not base_model(model)._is_stateful:
+    alone = not dist.is_initialized() and not base_model(model)._is_stateful
+    if args.dtype == "bfloat16" and stored == torch.bfloat16 and alone:
         for module in model.modules():  # autocast makes the same bits of float32 copies, in twice the memory
             if type(module) is torch.nn.Linear and not module.weight.requires_grad:
                 module.weight.data = module.weight.data.bfloat16()
@@ -480,10 +537,13 @@ def checkpoint_layers(model, use_reentrant: bool = False):
 
 def save_model(model, tokenizer, out: Path, args):
     """out/model as save_pretrained writes it, whole or not at all. Of a LoRA run it is the adapter, unless --merge."""
+    model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
+    state = whole_state(model.to(getattr(torch, args.save_dtype)).state_dict())
+    if processes()[0]:
+        return
     for folder in (out / ".model", out / "model"):
         shutil.rmtree(folder, ignore_errors=True)  # of this run, killed when it had nothing left but to finish
-    model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
-    model.to(getattr(torch, args.save_dtype)).save_pretrained(out / ".model")
+    model.save_pretrained(out / ".model", state_dict=state)
     tokenizer.save_pretrained(out / ".model")
     for path in (out / ".model").iterdir():
         with open(path, "rb") as file:
@@ -537,10 +597,12 @@ def answer(policy, tokenizer, held: list, score: Callable | None, step: int, arg
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=args.max_new_tokens, pad_token_id=0,
                               eos_token_id=ends or None)
     batches = [rows] if rows and shares_prompts(policy) else [[row] for row in rows]  # others may see padding
-    with eval_mode(policy), autocast(policy, args.dtype), refusing(f"cannot sample from {args.model}"):
-        for batch in batches:
+    with (gathered(policy) as in_step, eval_mode(policy), autocast(policy, args.dtype),
+          refusing(f"cannot sample from {args.model}")):
+        for batch in batches:  # all processes draw the same
             ids = pad_sequence([torch.tensor(row.prompt) for row in batch], True, -1, "left").to(policy.device)
-            new = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), generation_config=config)
+            new = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), generation_config=config,
+                                synced_gpus=in_step)
             for row, y in zip(batch, new[:, ids.shape[1]:].tolist()):
                 y = y[:next((t for t, token in enumerate(y) if token in ends), len(y))]
                 text = tokenizer.decode(y, skip_special_tokens=True)
@@ -630,13 +692,13 @@ def claim(out: Path, inputs: list):
         refuse(Path(path).resolve().is_relative_to(out.resolve()), f"--out {out} holds {path}, an input: name another")
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
         out.mkdir(parents=True, exist_ok=True)
-        return FileLock(out / ".lock").acquire(timeout=0)
+        return FileLock(out / ".lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
 
 
 def identify(args, rows: list, folders: dict[str, str]) -> dict:
     """What must be the same for a run to go on and end with the same bits: flags, rows, weights."""
     digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # whatever path names them
-    speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard"}
+    speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard", "parallel"}
     skipped = digested | speed | {"out", "ref_cache", *(("steps", "epochs") if args.schedule == "constant" else ())}
     flags = {name: value for name, value in asdict(args).items() if name not in skipped}
     weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
@@ -651,6 +713,9 @@ def save_checkpoint(out: Path, step: int, identity: dict, **objects):
         for key, p in model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ():
             if not p.requires_grad:
                 del state[name][key]  # frozen weights are in the model's own files
+    state = whole_state(state)
+    if processes()[0]:
+        return
     sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
     state |= {"step": step, "identity": identity, "sizes": sizes}
     try:
@@ -681,14 +746,22 @@ def restore(out: Path, state: dict, **objects):
     for name in (METRICS, SAMPLES):
         with refusing(f"cannot go on with {out / name}"), open(out / name, "ab") as file:
             refuse(file.tell() < state["sizes"][name], "it is shorter than it was: name another --out", ValueError)
-            file.truncate(state["sizes"][name])
+            file.truncate(state["sizes"][name])  # what each process does, and all at the same time
+    exchange("truncated")
     for name, thing in objects.items() if state["step"] else ():
         with refusing(f"{out / 'checkpoint.pt'} does not fit this run"):
             if isinstance(thing, torch.nn.Module):
-                loaded = thing.load_state_dict(state.pop(name), strict=False)  # frozen weights are not in it
+                own = thing.state_dict()
+                parts = {key: part_of(tensor, own.get(key)) for key, tensor in state.pop(name).items()}
+                loaded = thing.load_state_dict(parts, strict=False)  # frozen weights are not in it
                 trained = {key for key, p in thing.named_parameters() if p.requires_grad}
                 other = loaded.unexpected_keys or trained.intersection(loaded.missing_keys)
                 refuse(other, f"it holds other weights of the {name}", ValueError)
+            elif isinstance(thing, torch.optim.Optimizer):
+                params = [p for group in thing.param_groups for p in group["params"]]
+                for i, slots in state[name]["state"].items():
+                    slots |= {key: part_of(value, params[i]) for key, value in slots.items() if value.numel() > 1}
+                thing.load_state_dict(state.pop(name))
             else:
                 thing.load_state_dict(state.pop(name))
             slots = thing.state.items() if isinstance(thing, torch.optim.Optimizer) else ()
@@ -711,19 +784,21 @@ class Log:
 
     def __init__(self, out: Path, tensorboard: bool):
         self.out, self.history, self.board = out, read_lines(out / METRICS), None
-        if tensorboard:
+        if tensorboard and processes()[0] == 0:
             with refusing("--tensorboard needs `pip install tensorboard`"):
                 from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(out)
 
     def write(self, values: dict, samples: list[dict]):
         stop_if_not_finite(values)
+        self.history.append(values)
+        if processes()[0]:
+            return
         for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
             with open(self.out / name, "a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
         for name in values if self.board else ():
             self.board.add_scalar(name, values[name], values["step"])
-        self.history.append(values)
 
 
 @contextmanager
@@ -744,6 +819,8 @@ def interrupt():
 
 def report(log: Log):
     """What changed on held-out data, from the first line of the metrics to the last."""
+    if processes()[0]:
+        return
     first, last = log.history[0], log.history[-1]
     samples = [row for row in read_lines(log.out / SAMPLES) if row["held_out"]]
     before, after = ([row for row in samples if row["step"] == values["step"]] for values in (first, last))
@@ -762,7 +839,12 @@ def command_line(args):
     """Runs main(). What a person can mend is one sentence on stderr and an exit code, not a traceback."""
     try:
         main(args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except (Exception, KeyboardInterrupt) as error:
+        if int(os.environ.get("RANK", 0)):
+            sys.stderr = sys.__stderr__
+            time.sleep(3)  # if the first process has the same to say, its end comes first and ends this one
         sentence = str(error) if isinstance(error, (BadInput, Stopped)) else one_line(error)
         if out_of_memory(error):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
@@ -770,6 +852,30 @@ def command_line(args):
             raise
         print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit({BadInput: 2, KeyboardInterrupt: 130}.get(type(error), 1))
+
+
+# ---- Batches over micro-batches and processes: the same in dpo.py and kto.py ----------------------------------------
+
+def all_rows(parts: list[tuple], n: int) -> Batch:
+    """[(places, what measure() gave for these rows), ..] of every process -> the values of all n rows, detached."""
+    values = torch.zeros(len(Batch._fields), n, device=parts[0][1][0].device)
+    for places, batch in parts:
+        values[:, places] = torch.stack([x.detach()[:len(places)].float() for x in batch])
+    return Batch(*(x.to(like.dtype) for x, like in zip(add_up(values), parts[0][1])))
+
+
+@torch.no_grad()
+def measure_all(policy, rows: list[Row], known, args: Args) -> Batch:
+    """measure() of any number of rows, in micro-batches, shared out over the processes. No gradient."""
+    micros = micro_batches(policy, groups(rows), args.tokens_per_forward, *processes())
+    parts = [(micro, measure(policy, [rows[i] for i in micro or [0]], known, args)) for micro in micros]
+    return all_rows(parts, len(rows))
+
+
+def share_of(policy, groups: list, args) -> list:
+    """The groups of this process's micro-batches."""
+    micros = micro_batches(policy, groups, args.tokens_per_forward, *processes())
+    return [groups[i] for micro in micros for i in micro or [0]]
 
 
 # ---- Training -------------------------------------------------------------------------------------------------------
@@ -789,23 +895,28 @@ def measure(policy, rows: list[Row], known, args: Args) -> Batch:
 @torch.no_grad()
 def estimate_kl(policy, rows: list[Row], known, args: Args) -> torch.Tensor:
     """z of the whole optimizer batch: clamped once, not multiplied by beta."""
-    others = other_groups(rows)
+    others, total = other_groups(rows), torch.zeros((), device=policy.device)
     if not others:
-        return torch.zeros((), device=policy.device)
+        return total
     with eval_mode(policy):
-        logps = completion_logprobs(policy, others, args.tokens_per_forward, args.dtype)
-    ratios = log_ratios(logps, others, known, args.humanline)
-    return torch.stack([ratio.sum() for (ratio,) in ratios]).mean().clamp(min=0)
+        for micro in micro_batches(policy, others, args.tokens_per_forward, *processes()):
+            batch = [others[i] for i in micro or [0]]
+            logps = completion_logprobs(policy, batch, args.tokens_per_forward, args.dtype)
+            ratios = log_ratios(logps, batch, known, args.humanline)
+            total += bool(micro) * torch.cat([ratio for (ratio,) in ratios]).sum()
+    return (add_up(total) / len(others)).clamp(min=0)
 
 
 def backward(policy, rows: list[Row], known, args: Args) -> tuple[Batch, torch.Tensor]:
     """Adds the gradient of the batch's mean loss, one micro-batch after the other. Returns the batch, and z."""
-    z, seen = estimate_kl(policy, rows, known, args), []
-    for micro in micro_batches(policy, groups(rows), args.tokens_per_forward):
-        batch = measure(policy, [rows[i] for i in micro], known, args)
-        (feedback_loss(args.loss, batch, z, args).sum() / len(rows)).backward()
-        seen.append([x.detach() for x in batch])
-    return Batch(*map(torch.cat, zip(*seen))), z
+    z, parts = estimate_kl(policy, rows, known, args), []
+    for micro in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
+        places = micro or [0]  # no work for this process, but FSDP wants the same number of forwards from all
+        batch = measure(policy, [rows[i] for i in places], known, args)
+        loss = feedback_loss(args.loss, batch, z, args).sum() / len(rows)
+        (loss * bool(micro)).backward()
+        parts.append((micro, Batch(*(x.detach() for x in batch))))
+    return all_rows(parts, len(rows)), z
 
 
 @torch.no_grad()
@@ -814,7 +925,7 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
         return {}
     known = reference_logprobs(reference, asked(rows), args.tokens_per_forward, args.dtype)
     with eval_mode(policy):
-        batch, z = measure(policy, rows, known, args), estimate_kl(policy, rows, known, args)
+        batch, z = measure_all(policy, rows, known, args), estimate_kl(policy, rows, known, args)
     return {f"eval_{name}": value for name, value in metrics(batch, z, args).items()}
 
 
@@ -831,7 +942,7 @@ def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     args = settle(args)
     check(args)
-    began, device = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
+    began, device = time.monotonic(), join_processes()
     folders = {name: find_folder(vars(args)[name]) for name in ("model", "ref_model")}
     score = load_function(args.score) if args.score else None
     tokenizer, longest = load_tokenizer(folders["model"])
@@ -859,7 +970,8 @@ def main(args: Args) -> list[dict]:
         if state["step"] and "policy" not in state:
             print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
             return read_lines(out / METRICS)
-        (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        if processes()[0] == 0:
+            (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
 
         # the reference comes first: its model is gone before the policy is loaded, so that two are never in memory
         if args.ref == "cache":
@@ -875,6 +987,10 @@ def main(args: Args) -> list[dict]:
         changing |= {"reference": reference} if args.sync_reference or args.humanline else {}
         restore(out, state, **changing)
         done = saved = state["step"]
+        if args.ref == "cache" and processes()[1] > 1:  # a process needs the log-probs of its own micro-batches only
+            batches = [held, *(batch_rows(step, train, batch_size, args.seed) for step in range(done + 1, steps + 1))]
+            reference.keep([group for rows in batches for asked in (groups(rows), other_groups(rows))
+                            for group in share_of(policy, asked, args)])
         log = Log(out, args.tensorboard)
         if done == 0:
             answers, scored = answer(policy, tokenizer, held, score, 0, args)
@@ -893,7 +1009,7 @@ def main(args: Args) -> list[dict]:
                     ahead = [row for n in ahead for row in batch_rows(n, train, batch_size, args.seed)]
                     known = reference_logprobs(reference, asked(ahead), args.tokens_per_forward, args.dtype)
                 batch, z = backward(policy, rows, known, args)
-                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
+                grad_norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)).item()
                 tokens += sum(len(row.prompt) + len(row.completion) for row in rows)
                 values = {"step": step, **metrics(batch, z, args), "grad_norm": grad_norm,
                           "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
@@ -924,13 +1040,16 @@ def main(args: Args) -> list[dict]:
                 speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
                 bar.set_postfix({"loss": values["loss"], "accuracy": values["rewards/accuracies"], "tok/s": int(speed)})
                 done = step
-                if step % args.save_every == 0 or step == steps or signals:
+                stopping = any_process(bool(signals), device)
+                if step % args.save_every == 0 or step == steps or stopping:
                     save_checkpoint(out, step, identity, **changing)
                     saved = step
-                if signals and step < steps:
-                    raise Stopped(f"{signals[0]}: step {step} is saved, and the same command goes on there")
+                if stopping and step < steps:
+                    raise Stopped(f"{signals[0] if signals else 'a signal to another process'}: step {step} is saved, "
+                                  "and the same command goes on there")
         except Exception as error:
-            if done and done > saved:
+            alone = dist.is_initialized() and not isinstance(error, Stopped)  # the others may not be here to help
+            if done and done > saved and not alone:
                 save_checkpoint(out, done, identity, **changing)
                 error.add_note(f"step {done} is saved, and the same command goes on there")
             raise

@@ -16,15 +16,21 @@ import pickle
 import pickletools
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from types import MethodType
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from filelock import FileLock, Timeout  # comes with torch
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -148,6 +154,8 @@ def share_prompts(model, dtype: str = "float32") -> bool:
                 if not (shared < (1e-4 if exact else 0.25) and shared < blind / (20 if exact else 3)):
                     raise CannotShare(f"a shared prompt changes log-probs by {shared:.2g} nats (blind: {blind:.2g})")
         except (TypeError, ValueError, RuntimeError) as error:  # no such keyword, no sdpa, another mask
+            if isinstance(core, FSDPModule):
+                core.reset_iter_state()  # a forward ended in the middle
             core.set_attn_implementation(before)
             if out_of_memory(error):
                 raise
@@ -155,7 +163,8 @@ def share_prompts(model, dtype: str = "float32") -> bool:
             if head is None:
                 raise BadInput(f"{type(core).__name__} is not supported: {reason}") from error
     HEADS[core] = head
-    print(f"{type(core).__name__}: " + (f"padded rows: {reason}" if reason else "completions share their prompt"))
+    name = type(core).__name__.removeprefix("FSDP")
+    print(f"{name}: " + (f"padded rows: {reason}" if reason else "completions share their prompt"))
     return not reason
 
 
@@ -180,7 +189,7 @@ def probe(core, lay_out: Callable, head: tuple, dtype: str = "float32") -> float
     ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 24).long().tolist()
     prompt, completions, errors = tuple(ids[::3]), [tuple(ids[1::3]), tuple(ids[2::3][:5])], []
     with autocast(core, dtype):
-        for y, logps in zip(completions, _forward(core, [(prompt, completions)], lay_out, head)[0]):
+        for y, logps in zip(completions, forward(core, [(prompt, completions)], lay_out, head)[0]):
             logits = core(input_ids=torch.tensor([prompt + y], device=core.device), use_cache=False).logits.float()
             truth = logits[0, len(prompt) - 1:-1].log_softmax(-1)[torch.arange(len(y)), list(y)]
             errors.append((logps - truth).abs().max())
@@ -208,31 +217,37 @@ def completion_logprobs(model, groups: Groups, tokens_per_forward=16384, dtype="
     try:
         for batch in micro_batches(model, groups, tokens_per_forward):
             with autocast(model, dtype):
-                results |= zip(batch, _forward(core, [groups[i] for i in batch], temperature=temperature))
+                results |= zip(batch, forward(core, [groups[i] for i in batch], temperature=temperature))
         return [results[i] for i in range(len(groups))]
     except CannotShare as error:  # seen only in rows longer than the probe's
+        if isinstance(core, FSDPModule):  # the other processes would wait for the forward that failed here
+            raise BadInput(f"{one_line(error)}: this model cannot be split over processes") from error
         core.set_attn_implementation("sdpa")
         tqdm.write(f"{type(core).__name__}: padded rows from now on, because {error}")
         return completion_logprobs(model, groups, tokens_per_forward, dtype, temperature)
 
 
-def _forward(core, groups: Groups, lay_out=None, head=None, temperature=1.0) -> Ragged:
+def forward(core, groups: Groups, lay_out=None, head=None, temperature=1.0) -> Ragged:
+    lay_out = lay_out or (lay_out_shared if shares_prompts(core) else lay_out_padded)
+    layout = lay_out(groups, core.get_input_embeddings().weight.device)
+    flat_logprobs = core.flat_logprobs if isinstance(core, FSDPModule) else partial(_flat_logprobs, core)
+    return ragged(flat_logprobs(*layout, head or HEADS[core], temperature), groups)
+
+
+def _flat_logprobs(core, inputs: dict, sources, targets, head: tuple, temperature: float) -> torch.Tensor:  # (N,)
     def token_logps(hidden, targets):  # (n, H), (n,) -> (n,)
         # the head is called as a module: `head.weight` would miss a LoRA adapter and a bias
         logits = core.get_output_embeddings()(hidden).float() * factor  # (n, V), the expensive thing
         logits = cap * torch.tanh(logits / cap) if cap else logits
         return -F.cross_entropy(logits / temperature, targets, reduction="none")
 
-    factor, cap = head or HEADS[core]
-    lay_out = lay_out or (lay_out_shared if shares_prompts(core) else lay_out_padded)
-    embeddings = core.get_input_embeddings().weight  # (V, H)
-    inputs, sources, targets = lay_out(groups, embeddings.device)
+    factor, cap = head
     hidden = core.get_decoder()(**inputs, use_cache=False)[0].flatten(0, 1)  # (T, H)
     hidden = hidden.index_select(0, sources)  # (N, H): only places that predict a completion token meet the head
-    rows = max(1, HEAD_BYTES // (4 * len(embeddings)))
+    rows = max(1, HEAD_BYTES // (4 * len(core.get_input_embeddings().weight)))
     chunks = zip(hidden.split(rows), targets.split(rows))
     # checkpointed: the backward computes the logits of a chunk again, so that (N, V) never exists
-    return ragged(torch.cat([checkpoint(token_logps, *chunk, use_reentrant=False) for chunk in chunks]), groups)
+    return torch.cat([checkpoint(token_logps, *chunk, use_reentrant=False) for chunk in chunks])
 
 
 def ragged(flat: torch.Tensor, groups: Groups) -> Ragged:  # (N,)
@@ -258,11 +273,24 @@ def check_agreement(ratios: torch.Tensor, dtype: str):
                        "per token: the cache holds another's (delete it), or the forward is not deterministic")
 
 
-def micro_batches(model, groups: Groups, tokens_per_forward: int) -> list[list[int]]:
-    """Indices of groups in forwards of at most tokens_per_forward tokens, longest first. A longer group goes alone."""
+def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=1) -> list[list[int]]:
+    """Indices of groups in forwards of at most tokens_per_forward tokens, longest first. A longer group goes alone.
+    Of several processes each gets its share, equally many forwards; one without work for it gets an empty list."""
     if shares_prompts(model):
-        return pack([len(p) + sum(map(len, ys)) for p, ys in groups], tokens_per_forward)
-    return pack([len(p) + max(map(len, ys)) for p, ys in groups], tokens_per_forward, [len(ys) for _, ys in groups])
+        lengths, rows = [len(p) + sum(map(len, ys)) for p, ys in groups], None
+    else:
+        lengths, rows = [len(p) + max(map(len, ys)) for p, ys in groups], [len(ys) for _, ys in groups]
+    return share_out(partial(pack, lengths, rows=rows), tokens_per_forward, rank, ranks)
+
+
+def share_out(pack: Callable, budget: int, rank: int, ranks: int) -> list[list[int]]:
+    """This process's part of pack(budget): the number of batches becomes a multiple of `ranks`, and the budget the
+    smallest that makes no more, so that they are equally full. No process asks another."""
+    n = -(-len(pack(budget)) // ranks) * ranks
+    if ranks > 1:
+        budget = bisect_left(range(budget), True, key=lambda smaller: len(pack(smaller)) <= n)
+    batches = pack(budget)
+    return (batches + [[]] * (n - len(batches)))[rank::ranks]
 
 
 def pack(lengths: list[int], budget: int, rows: list[int] | None = None) -> list[list[int]]:
@@ -317,6 +345,57 @@ def one_line(error: BaseException) -> str:
     return name + " ".join(str(error).split())[:200]
 
 
+# ---- Several processes (torchrun): weights are split with FSDP2, and every process scores its share -----------------
+
+def processes() -> tuple[int, int]:
+    """This process's rank, and how many there are."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def shard(model, mesh):
+    """Splits the weights over a mesh (n,), or replicates them over a mesh (n, 1), layer by layer (fully_shard). Of the
+    gradients comes the sum, not the mean: divide a loss by what all processes have."""
+    core = base_model(model)
+    layers = [m for m in core.modules() if m is core or type(m).__name__ in core._no_split_modules]
+    for module in reversed(layers):  # the model last
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # after it, parameters() are the parts again
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    core.flat_logprobs = MethodType(_flat_logprobs, core)  # called alone, decoder and head would see only their parts
+    register_fsdp_forward_method(core, "flat_logprobs")
+
+
+def exchange(mine) -> list:
+    """What the processes give, in the order of their ranks, on all of them."""
+    everyone = [mine] * processes()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, mine)
+    return everyone
+
+
+def add_up(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of this tensor over the processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All parts of a tensor that is split over processes, all of which must ask for it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor split as `like` is. Every process holds the whole one, so nothing is sent."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 # ---- The frozen reference: as a dictionary, or as weights that are swapped in ---------------------------------------
 
 class ReferenceCache(Mapping):
@@ -342,6 +421,8 @@ class ReferenceCache(Mapping):
         """Scores what is missing, with a model that exists only meanwhile. Returns how many completions that were.
         `load_model()` must keep no reference to the model; it is not called if nothing is missing."""
         missing = sum(len(completions) for _, completions in self.missing(groups, tokens_per_forward))
+        if {*exchange(missing)} != {missing}:
+            raise BadInput(f"the processes know different log-probs: do all of them read the same {path}?")
         if missing:
             model = load_model()
             try:
@@ -358,25 +439,41 @@ class ReferenceCache(Mapping):
         if base_model(model) not in HEADS:
             share_prompts(model, dtype)  # before the groups are packed
         todo = self.missing(groups, tokens_per_forward if shares_prompts(model) else 0)  # 0: one row per completion
-        tokens, saved = [len(prompt) + sum(map(len, ys)) for prompt, ys in todo], time.monotonic()
+        batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
+        tokens, new, saved = [len(prompt) + sum(map(len, ys)) for prompt, ys in todo], {}, time.monotonic()
+        total = sum(tokens[i] for batch in batches for i in batch)
         try:
-            with eval_mode(model), tqdm(desc="reference", total=sum(tokens), unit="tok", unit_scale=True) as bar:
-                for batch in micro_batches(model, todo, tokens_per_forward):  # longest first: out of memory comes early
-                    groups = [todo[i] for i in batch]
+            with eval_mode(model), tqdm(desc="reference", total=total, unit="tok", unit_scale=True) as bar:
+                for batch in batches:  # longest first: out of memory comes early
+                    groups = [todo[i] for i in batch or [0]]  # no work: FSDP wants the same number of forwards
                     logps = completion_logprobs(model, groups, tokens_per_forward, dtype, temperature)
                     flat = torch.cat([y for completions in logps for y in completions]).cpu()  # one transfer
                     if not flat.isfinite().all():
                         raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
                     for (prompt, completions), rows in zip(groups, ragged(flat, groups)):
-                        scored = self.table.setdefault(bytes_of(prompt), {})
-                        scored.update((bytes_of(y), row.numpy().tobytes()) for y, row in zip(completions, rows))
+                        scored = {bytes_of(y): row.numpy().tobytes() for y, row in zip(completions, rows)}
+                        new[bytes_of(prompt)] = new.get(bytes_of(prompt), {}) | scored
+                        self.table.setdefault(bytes_of(prompt), {}).update(scored)
                     bar.update(sum(tokens[i] for i in batch))
                     if path and time.monotonic() - saved > 60:
                         self.save(path)
                         saved = time.monotonic()
-        finally:
+        except BaseException:
             if path:
                 self.save(path)
+            raise
+        for theirs in exchange(new) if processes()[1] > 1 else ():
+            for prompt, scored in theirs.items():
+                self.table.setdefault(prompt, {}).update(scored)
+        if path and processes()[0] == 0:
+            self.save(path)
+
+    def keep(self, groups: Groups):
+        """Forgets what is not in `groups`."""
+        wanted: dict = {}
+        for prompt, completions in groups:
+            wanted.setdefault(bytes_of(prompt), set()).update(map(bytes_of, completions))
+        self.table = {x: {y: self.table[x][y] for y in completions} for x, completions in wanted.items()}
 
     def missing(self, groups: Groups, tokens_per_forward: int) -> Groups:
         """What is not scored yet: the completions of a prompt together, in parts of at most tokens_per_forward tokens.
@@ -455,9 +552,9 @@ class Swap:
         tensors = {id(t): (name, t) for name, t in policy.state_dict(keep_vars=True).items()}  # tied ones once
         for name, t in tensors.values():  # what trains, the buffers, and what differs although it does not train
             frozen = isinstance(t, torch.nn.Parameter) and not t.requires_grad
-            if not frozen or not torch.equal(t, theirs[name].to(t)):
+            if any(exchange(not frozen or not torch.equal(local(t), local(theirs[name]).to(local(t))))):
                 self.ours[name] = t.detach()
-        self.theirs, self.saved = ({name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
+        self.theirs, self.saved = ({name: torch.empty_like(local(t), device="cpu", pin_memory=t.is_cuda)
                                     for name, t in self.ours.items()} for _ in range(2))
         copy(theirs, self.theirs)
 
@@ -476,20 +573,22 @@ class Swap:
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
         for name, tensor in self.theirs.items():
-            new = self.ours[name].to(tensor.device)
+            new = local(self.ours[name]).to(tensor.device)
             tensor.copy_(tensor.lerp(new, mix) if tensor.is_floating_point() else new)
 
     def state_dict(self):
-        return self.theirs
+        with self:
+            return {name: whole(tensor).to("cpu", copy=True) for name, tensor in self.ours.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]):
-        copy(state, self.theirs)
+        copy({name: part_of(state[name], tensor) for name, tensor in self.ours.items()}, self.theirs)
 
 
 @torch.no_grad()
 def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
     for name, tensor in target.items():
-        tensor.copy_(source[name].view_as(tensor), non_blocking=True)  # in stream order; view_as: copy_ would broadcast
+        tensor = local(tensor)  # in stream order; view_as: copy_ would broadcast
+        tensor.copy_(local(source[name]).view_as(tensor), non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 

@@ -100,6 +100,7 @@ class Args:
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards (auto: bfloat16 on CUDA); weights are float32
     save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model, whose numbers the last eval_* are
+    parallel: Literal["fsdp", "ddp"] = "fsdp"  # under torchrun: weights split over the processes, or a copy in each
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
     seed: int = 0  # of data order, held-out split and samples
@@ -113,6 +114,8 @@ class Args:
 
 
 if __name__ == "__main__":
+    if int(os.environ.get("RANK", 0)):  # under torchrun the first process speaks
+        sys.stdout = sys.stderr = open(os.devnull, "w")
     given = [word.split("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")]
     for flag in {flag for flag in given if given.count(flag) > 1}:
         print(f"{flag} is given twice: give all of its values after one {flag}", file=sys.stderr)
@@ -121,7 +124,10 @@ if __name__ == "__main__":
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from filelock import FileLock  # noqa: E402  comes with torch
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -130,9 +136,9 @@ from transformers import AutoTokenizer, logging, set_seed  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from typeguard import check_type  # noqa: E402  comes with tyro
 from refcache import (  # noqa: E402
-    BadInput, Swap, autocast, base_model, check_agreement, checkpoint_digest, completion_logprobs, context_length,
-    eval_mode, log_ratios, micro_batches, one_line, out_of_memory, pack, reference_logprobs, share_prompts,
-    shares_prompts, tokenizer_digest, write_whole)
+    BadInput, Swap, add_up, autocast, base_model, check_agreement, checkpoint_digest, completion_logprobs,
+    context_length, eval_mode, exchange, log_ratios, micro_batches, one_line, out_of_memory, pack, part_of, processes,
+    reference_logprobs, shard, share_out, share_prompts, shares_prompts, tokenizer_digest, whole, write_whole)
 
 # ---- The loss -------------------------------------------------------------------------------------------------------
 
@@ -280,6 +286,49 @@ def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
     return [Row(prompt, row) for prompt, _, row in encode(tokenizer, source, parse_prompt, max_length, args)]
 
 
+# ---- Several processes: the same in dpo.py, kto.py and rloo.py ------------------------------------------------------
+
+def join_processes() -> str:
+    """Under torchrun: meets the other processes. Returns this one's device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "RANK" in os.environ and not dist.is_initialized():
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()  # NCCL for what is on GPUs, gloo for what is on CPUs
+    return device
+
+
+def any_process(here: bool, device: str) -> bool:
+    """True on all processes where it is true on one."""
+    return add_up(torch.tensor(float(here), device=device)).item() > 0
+
+
+@contextmanager
+def gathered(model):
+    """Every process has all weights in this block, if there is room on all: else each forward gathers them layer by
+    layer, and all processes must run the same number of forwards. Yields whether they must."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    size, device = sum(p.numel() * p.element_size() for p in model.parameters()), model.device.type
+    in_step = any_process(device == "cuda" and size > 0.5 * torch.cuda.mem_get_info()[0], device)
+    for module in [] if in_step else parts:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield in_step and bool(parts)
+    finally:
+        for module in parts:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
+
+
+def whole_state(state):
+    """A state dict with the parts of all processes in it, on the first one; the others only help."""
+    if isinstance(state, dict):
+        return {name: whole_state(value) for name, value in state.items()}
+    value = whole(state) if isinstance(state, torch.Tensor) else state
+    return None if value is not state and processes()[0] else value
+
+
 # ---- Models: the same in dpo.py, kto.py and rloo.py -----------------------------------------------------------------
 
 def find_folder(name: str) -> str:
@@ -335,7 +384,7 @@ def load_model(folder: str, device: str, args, trains: bool = False):
     reference. An adapter comes on its base. What trains is float32."""
     base, lora = adapter_base(folder), args.lora_r if trains else None
     model = from_checkpoint(AutoModelForCausalLM, base or folder)
-    stored, model = model.dtype, model.float().requires_grad_(trains and not base)
+    stored = model.requires_grad_(trains and not base).dtype
     if base or lora:
         with refusing("LoRA adapters need `pip install peft`"):
             import peft
@@ -348,10 +397,17 @@ def load_model(folder: str, device: str, args, trains: bool = False):
             config.lora_dropout = args.lora_dropout
             if base:
                 model = peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
-                                                       use_safetensors=True, autocast_adapter_dtype=False)
+                                                       use_safetensors=True)
             else:
                 model = peft.get_peft_model(model, config)
-    model = model.eval().to(device)
+                for module in model.modules():  # again in float32: peft drew them in the model's dtype
+                    if hasattr(module, "reset_lora_parameters"):
+                        module.reset_lora_parameters("default", True)
+    if dist.is_initialized():  # before float(): until then the weights lie in the file, and take no memory
+        rank, ranks = processes()
+        shape = {"fsdp": (ranks,), "ddp": (ranks, 1)}[args.parallel]
+        shard(model, init_device_mesh(device, shape, mesh_dim_names=("copies", "parts")[-len(shape):]))
+    model = model.float().eval().to(device)
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
             module.train()  # the one dropout there is; eval_mode turns it off for all but training steps
@@ -359,7 +415,8 @@ def load_model(folder: str, device: str, args, trains: bool = False):
         checkpoint_layers(base_model(model))
     with refusing(f"{folder} cannot be used"):
         share_prompts(model, args.dtype)
-    if args.dtype == "bfloat16" and stored == torch.bfloat16 and not base_model(model)._is_stateful:
+    alone = not dist.is_initialized() and not base_model(model)._is_stateful
+    if args.dtype == "bfloat16" and stored == torch.bfloat16 and alone:
         for module in model.modules():  # autocast makes the same bits of float32 copies, in twice the memory
             if type(module) is torch.nn.Linear and not module.weight.requires_grad:
                 module.weight.data = module.weight.data.bfloat16()
@@ -377,10 +434,13 @@ def checkpoint_layers(model, use_reentrant: bool = False):
 
 def save_model(model, tokenizer, out: Path, args):
     """out/model as save_pretrained writes it, whole or not at all. Of a LoRA run it is the adapter, unless --merge."""
+    model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
+    state = whole_state(model.to(getattr(torch, args.save_dtype)).state_dict())
+    if processes()[0]:
+        return
     for folder in (out / ".model", out / "model"):
         shutil.rmtree(folder, ignore_errors=True)  # of this run, killed when it had nothing left but to finish
-    model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
-    model.to(getattr(torch, args.save_dtype)).save_pretrained(out / ".model")
+    model.save_pretrained(out / ".model", state_dict=state)
     tokenizer.save_pretrained(out / ".model")
     for path in (out / ".model").iterdir():
         with open(path, "rb") as file:
@@ -429,23 +489,32 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     prompts are batched or padded changes no sample, but for rounding at the edge of two tokens."""
     u = torch.from_numpy(generator(args.seed, "rollout", step).random((len(prompts), k, args.max_new_tokens)))
     places = [len(prompt) + args.max_new_tokens for prompt in prompts]
-    batches = pack(places, args.rollout_tokens, [k] * len(prompts))
-    if not shares_prompts(policy):  # other models may see padding: rows of one length only
-        batches = [[i for i in batch if places[i] == n] for batch in batches for n in {places[i]: 0 for i in batch}]
-    ends, samples = stop_tokens(policy, tokenizer), [None] * len(prompts)
-    with eval_mode(policy), autocast(policy, args.dtype), refusing(f"cannot sample from {args.model}"):
-        for batch in tqdm(batches, desc="sample", leave=False, delay=2):
-            drawn = decode(base_model(policy), [prompts[i] for i in batch], u[batch].to(policy.device), ends, args)
+    def batches(budget):
+        packed = pack(places, budget, [k] * len(prompts))
+        if shares_prompts(policy):
+            return packed  # other models may see padding: rows of one length only
+        return [[i for i in batch if places[i] == n] for batch in packed for n in {places[i]: 0 for i in batch}]
+
+    ends, samples = stop_tokens(policy, tokenizer), {}
+    with (gathered(policy) as in_step, eval_mode(policy), autocast(policy, args.dtype),
+          refusing(f"cannot sample from {args.model}")):
+        for batch in tqdm(share_out(batches, args.rollout_tokens, *processes()), desc="sample", leave=False, delay=2):
+            some = batch or [0]  # no work for this process
+            some_u = u[some].to(policy.device)
+            drawn = decode(base_model(policy), [prompts[i] for i in some], some_u, ends, in_step, args)
             for n, i in enumerate(batch):
-                samples[i] = drawn[n * k:n * k + k]  # [(token ids, log-probs, entropies), ..]
-    logps = torch.stack([torch.stack([logps.sum() for _, logps, _ in ys]) for ys in samples])
-    entropy = torch.cat([entropies for ys in samples for _, _, entropies in ys]).mean().item()
-    groups = [(prompt, [y for y, _, _ in ys]) for prompt, ys in zip(prompts, samples)]
+                samples[i] = drawn[n * k:n * k + k]  # [(token ids, log-prob, entropy), ..]: sums over the tokens
+    samples = {i: drawn for part in exchange(samples) for i, drawn in part.items()}
+    groups = [(prompt, [y for y, _, _ in samples[i]]) for i, prompt in enumerate(prompts)]
+    logps = torch.tensor([[logp for _, logp, _ in samples[i]] for i in range(len(prompts))])
+    entropy = sum(entropy for drawn in samples.values() for *_, entropy in drawn)
+    entropy /= sum(len(y) for _, ys in groups for y in ys)
     return Rollout(groups, torch.tensor([[y[-1] in ends for y in ys] for _, ys in groups]), logps, entropy)
 
 
-def decode(core, prompts: list[tuple], u: torch.Tensor, ends: list[int], args: Args) -> list[tuple]:
-    """The sampling loop. u (B, k, T) -> for each of B · k samples its token ids, log-probs (n,) and entropies (n,)."""
+def decode(core, prompts: list[tuple], u: torch.Tensor, ends: list[int], in_step: bool, args: Args) -> list[tuple]:
+    """The sampling loop. u (B, k, T) -> for each of B · k samples its token ids, log-prob and entropy (sums). in_step:
+    the processes run the same number of forwards."""
     (B, k, T), device, expand = u.shape, core.device, shares_prompts(core)
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, 0, "left").to(device)  # (B, longest)
     mask = pad_sequence([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], True, 0, "left").to(device)
@@ -469,19 +538,22 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, ends: list[int], args: A
         ended = alive & torch.isin(token, torch.tensor(ends, dtype=torch.long, device=device))
         lengths[rows[ended]] = t + 1
         alive &= ~ended
-        if t == T - 1 or not alive.any():
+        unfinished = alive.any().item()
+        if t == T - 1 or not (any_process(unfinished, device) if in_step else unfinished):
             break
         more = {}
         if expand:
-            if alive.sum() <= 0.75 * len(alive):  # they leave together: each departure copies the cache
+            if unfinished and alive.sum() <= 0.75 * len(alive):  # they leave together: each departure copies the cache
                 stay = alive.nonzero()[:, 0]
                 cache["past_key_values"].batch_select_indices(stay)
                 rows, token, mask, positions, alive = (x[stay] for x in (rows, token, mask, positions, alive))
             mask, positions = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), positions + 1
             more = dict(attention_mask=mask, position_ids=positions)
         logits = core(input_ids=token[:, None], use_cache=True, **cache, **more).logits[:, -1]
+    late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): drawn for a row that was finished
+    logps, entropies = (x.masked_fill(late, 0.0).sum(1).tolist() for x in (logps, entropies))
     ends_at = zip(tokens.tolist(), logps, entropies, lengths.tolist())
-    return [(tuple(ids[:n]), logp[:n], entropy[:n]) for ids, logp, entropy, n in ends_at]
+    return [(tuple(ids[:n]), logp, entropy) for ids, logp, entropy, n in ends_at]
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
@@ -548,6 +620,8 @@ def load_rewards(folders: dict, device: str, args: Args) -> list[tuple[str, Call
 
 def call_reward(function: Callable, name: str, texts: list[str], ids: list[tuple], rows: list[dict]) -> list[float]:
     """Scores in TRL's way: f(prompts, completions, completion_ids, **columns); None, nothing to say, becomes NaN."""
+    if not rows:
+        return []
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(key for row in rows for key in row)}
     prompts = columns.pop("prompt")
     completions = [y if isinstance(x, str) else [{"role": "assistant", "content": y}] for x, y in zip(prompts, texts)]
@@ -567,7 +641,12 @@ def judge(drawn: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) ->
     ids = [y for _, ys in drawn.groups for y in ys]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     repeated = [row.row for row, (_, ys) in zip(rows, drawn.groups) for _ in ys]
-    scores = [call_reward(function, name, texts, ids, repeated) for name, function, _ in functions]
+    rank, ranks = processes()
+    k, first, stop = len(ids) // len(rows), len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks
+    mine = slice(k * first, k * stop)  # every process judges the samples of some prompts
+    parts = exchange([call_reward(function, name, texts[mine], ids[mine], repeated[mine])
+                      for name, function, _ in functions])
+    scores = [[score for part in parts for score in part[i]] for i in range(len(functions))]
     scores, weights = torch.tensor(scores), torch.tensor([[weight] for *_, weight in functions])  # (functions, B·k)
     spoke = (~scores.isnan() & (weights != 0)).any(dim=0)  # --score has weight 0: alone it makes no reward
     total = torch.where(spoke, (weights * scores.nan_to_num(0.0)).sum(dim=0), math.nan)
@@ -649,13 +728,13 @@ def claim(out: Path, inputs: list):
         refuse(Path(path).resolve().is_relative_to(out.resolve()), f"--out {out} holds {path}, an input: name another")
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
         out.mkdir(parents=True, exist_ok=True)
-        return FileLock(out / ".lock").acquire(timeout=0)
+        return FileLock(out / ".lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
 
 
 def identify(args, rows: list, folders: dict[str, str]) -> dict:
     """What must be the same for a run to go on and end with the same bits: flags, rows, weights."""
     digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # whatever path names them
-    speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard"}
+    speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard", "parallel"}
     skipped = digested | speed | {"out", "ref_cache", *(("steps", "epochs") if args.schedule == "constant" else ())}
     flags = {name: value for name, value in asdict(args).items() if name not in skipped}
     weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
@@ -670,6 +749,9 @@ def save_checkpoint(out: Path, step: int, identity: dict, **objects):
         for key, p in model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ():
             if not p.requires_grad:
                 del state[name][key]  # frozen weights are in the model's own files
+    state = whole_state(state)
+    if processes()[0]:
+        return
     sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
     state |= {"step": step, "identity": identity, "sizes": sizes}
     try:
@@ -700,14 +782,22 @@ def restore(out: Path, state: dict, **objects):
     for name in (METRICS, SAMPLES):
         with refusing(f"cannot go on with {out / name}"), open(out / name, "ab") as file:
             refuse(file.tell() < state["sizes"][name], "it is shorter than it was: name another --out", ValueError)
-            file.truncate(state["sizes"][name])
+            file.truncate(state["sizes"][name])  # what each process does, and all at the same time
+    exchange("truncated")
     for name, thing in objects.items() if state["step"] else ():
         with refusing(f"{out / 'checkpoint.pt'} does not fit this run"):
             if isinstance(thing, torch.nn.Module):
-                loaded = thing.load_state_dict(state.pop(name), strict=False)  # frozen weights are not in it
+                own = thing.state_dict()
+                parts = {key: part_of(tensor, own.get(key)) for key, tensor in state.pop(name).items()}
+                loaded = thing.load_state_dict(parts, strict=False)  # frozen weights are not in it
                 trained = {key for key, p in thing.named_parameters() if p.requires_grad}
                 other = loaded.unexpected_keys or trained.intersection(loaded.missing_keys)
                 refuse(other, f"it holds other weights of the {name}", ValueError)
+            elif isinstance(thing, torch.optim.Optimizer):
+                params = [p for group in thing.param_groups for p in group["params"]]
+                for i, slots in state[name]["state"].items():
+                    slots |= {key: part_of(value, params[i]) for key, value in slots.items() if value.numel() > 1}
+                thing.load_state_dict(state.pop(name))
             else:
                 thing.load_state_dict(state.pop(name))
             slots = thing.state.items() if isinstance(thing, torch.optim.Optimizer) else ()
@@ -730,19 +820,21 @@ class Log:
 
     def __init__(self, out: Path, tensorboard: bool):
         self.out, self.history, self.board = out, read_lines(out / METRICS), None
-        if tensorboard:
+        if tensorboard and processes()[0] == 0:
             with refusing("--tensorboard needs `pip install tensorboard`"):
                 from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(out)
 
     def write(self, values: dict, samples: list[dict]):
         stop_if_not_finite(values)
+        self.history.append(values)
+        if processes()[0]:
+            return
         for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
             with open(self.out / name, "a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
         for name in values if self.board else ():
             self.board.add_scalar(name, values[name], values["step"])
-        self.history.append(values)
 
 
 @contextmanager
@@ -763,6 +855,8 @@ def interrupt():
 
 def report(log: Log):
     """What changed on held-out data, from the first line of the metrics to the last."""
+    if processes()[0]:
+        return
     first, last = log.history[0], log.history[-1]
     samples = [row for row in read_lines(log.out / SAMPLES) if row["held_out"]]
     before, after = ([row for row in samples if row["step"] == values["step"]] for values in (first, last))
@@ -781,7 +875,12 @@ def command_line(args):
     """Runs main(). What a person can mend is one sentence on stderr and an exit code, not a traceback."""
     try:
         main(args)
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except (Exception, KeyboardInterrupt) as error:
+        if int(os.environ.get("RANK", 0)):
+            sys.stderr = sys.__stderr__
+            time.sleep(3)  # if the first process has the same to say, its end comes first and ends this one
         sentence = str(error) if isinstance(error, (BadInput, Stopped)) else one_line(error)
         if out_of_memory(error):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
@@ -803,12 +902,15 @@ class Samples(NamedTuple):
 
 def backward(policy, groups: list, known, samples: Samples, first: bool, args: Args) -> dict[str, float]:
     """Adds the gradient of the mean loss, one micro-batch of whole prompts after the other."""
-    losses = torch.zeros_like(samples.rewards)
-    clipped = torch.zeros_like(losses, dtype=torch.bool)
-    for micro in micro_batches(policy, groups, args.tokens_per_forward):
-        batch = [groups[i] for i in micro]
+    losses, clipped = torch.zeros_like(samples.rewards), torch.zeros_like(samples.rewards)
+    for micro in micro_batches(policy, groups, args.tokens_per_forward, *processes()):
+        places = micro or [0]  # no work for this process, but FSDP wants the same number of forwards from all
+        batch = [groups[i] for i in places]
         logps = completion_logprobs(policy, batch, args.tokens_per_forward, args.dtype, args.temperature)
         logp = torch.stack([torch.stack([y.sum() for y in ys]) for ys in logps])  # (b, k)
+        if not micro:
+            (0 * logp.sum()).backward()
+            continue
         if first:  # the policy is the one that sampled: this forward also gives its KL, so there is no other
             ratio = torch.stack([torch.stack([y.sum() for y in ys]) for ys in log_ratios(logps, batch, known)]).detach()
             reward = samples.rewards[micro].clamp(*args.reward_clip or (None, math.inf))
@@ -819,8 +921,10 @@ def backward(policy, groups: list, known, samples: Samples, first: bool, args: A
         (loss.sum() / losses.numel()).backward()  # the mean of (1); samples left out have no gradient
         losses[micro] = loss.detach()
         far = (logp - old_logp).detach().exp() - 1
-        clipped[micro] = (far > args.clip_eps) & (advantages > 0) | (far < -args.clip_eps) & (advantages < 0)
-    return {"loss": losses.mean().item(), "clip_ratio": clipped.float().mean().item()}
+        clipped[micro] = ((far > args.clip_eps) & (advantages > 0) | (far < -args.clip_eps) & (advantages < 0)).float()
+    for values in (samples.old_logp, samples.ratio, samples.advantages) if first else ():
+        add_up(values)  # zeros where another process has the numbers
+    return {"loss": add_up(losses).mean().item(), "clip_ratio": add_up(clipped).mean().item()}
 
 
 def metrics(drawn: Rollout, rewards: torch.Tensor, ratio: torch.Tensor | None) -> dict[str, float]:
@@ -843,9 +947,13 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, arg
     forward, ratio = (args.tokens_per_forward, args.dtype, args.temperature), None
     known = reference_logprobs(reference, drawn.groups, *forward)
     if known is not None:
+        ratio = torch.zeros(len(rows), device=policy.device)
         with eval_mode(policy):
-            logps = completion_logprobs(policy, drawn.groups, *forward)
-        ratio = torch.stack([y.sum() for (y,) in log_ratios(logps, drawn.groups, known)])
+            for micro in micro_batches(policy, drawn.groups, args.tokens_per_forward, *processes()):
+                batch = [drawn.groups[i] for i in micro or [0]]
+                ratios = log_ratios(completion_logprobs(policy, batch, *forward), batch, known)
+                ratio[micro] = torch.stack([y.sum() for (y,) in ratios])[:len(micro)]
+        add_up(ratio)
     values = metrics(drawn, rewards, ratio) | means
     del values["frac_reward_zero_std"]  # of single samples
     return samples, {f"eval_{name}".replace("rewards/--score", "score"): value for name, value in values.items()}
@@ -877,7 +985,7 @@ def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     args = settle(args)
     check(args)
-    began, device = time.monotonic(), "cuda" if torch.cuda.is_available() else "cpu"
+    began, device = time.monotonic(), join_processes()
     models = {name: vars(args)[name] for name in ("model", "ref_model", "reward_model")}
     folders = {name: find_folder(model) for name, model in models.items() if model}
     functions = load_rewards(folders, device, args)
@@ -904,7 +1012,8 @@ def main(args: Args) -> list[dict]:
         if state["step"] and "policy" not in state:
             print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
             return read_lines(out / METRICS)
-        (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        if processes()[0] == 0:
+            (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
 
         set_seed(args.seed % 2**32)  # of a new adapter
         policy = load_model(folders["model"], device, args, trains=True)
@@ -940,7 +1049,7 @@ def main(args: Args) -> list[dict]:
                 tokens += sum(len(prompt) + sum(map(len, ys)) for prompt, ys in drawn.groups)
                 for update in range(args.updates_per_rollout):
                     losses = backward(policy, drawn.groups, known, samples, update == 0, args)
-                    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm).item()
+                    grad_norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)).item()
                     values = metrics(drawn, rewards, samples.ratio if args.beta else None)
                     values = {"step": step, **values, **means, **losses, "grad_norm": grad_norm,
                               "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
@@ -970,13 +1079,16 @@ def main(args: Args) -> list[dict]:
                 speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
                 bar.set_postfix({"reward": values.get("reward"), "kl": values.get("kl"), "tok/s": int(speed)})
                 done = step
-                if step % args.save_every == 0 or step == steps or signals:
+                stopping = any_process(bool(signals), device)
+                if step % args.save_every == 0 or step == steps or stopping:
                     save_checkpoint(out, step, identity, **changing)
                     saved = step
-                if signals and step < steps:
-                    raise Stopped(f"{signals[0]}: step {step} is saved, and the same command goes on there")
+                if stopping and step < steps:
+                    raise Stopped(f"{signals[0] if signals else 'a signal to another process'}: step {step} is saved, "
+                                  "and the same command goes on there")
         except Exception as error:
-            if done and done > saved:
+            alone = dist.is_initialized() and not isinstance(error, Stopped)  # the others may not be here to help
+            if done and done > saved and not alone:
                 save_checkpoint(out, done, identity, **changing)
                 error.add_note(f"step {done} is saved, and the same command goes on there")
             raise

@@ -60,7 +60,7 @@ def test_policy_comes_back_when_the_weights_come_in_halfway_only():
     """Ctrl-C or a device error can end the copy; then no `with` block has begun that could end."""
     policy = make("llama", 1)
     swap, before = Swap(policy, make("llama", 2)), copy_of(policy)
-    swap.state_dict()["lm_head.weight"] = torch.zeros(3)  # the last to be copied: it raises
+    swap.theirs["lm_head.weight"] = torch.zeros(3)  # the last to be copied: it raises
     with pytest.raises(RuntimeError), swap:
         pass
     assert equal(policy.state_dict(), before)
