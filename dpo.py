@@ -6,6 +6,7 @@ Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation
 
     python dpo.py                                                               # the demo: offline, under a minute
     python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen     # your model, your data
+    torchrun --nproc_per_node=8 dpo.py --model ...                              # on 8 GPUs
 
 The reference π_ref is frozen, so its log-probs are computed once, before the policy is loaded, and kept in a file that
 later runs share: there are never two models in memory. --ref names other ways to hold it. The same command resumes a
@@ -14,7 +15,7 @@ run that was stopped or killed.
 Data      rows `prompt, chosen, rejected`, or `chosen, rejected` that begin alike; strings or chat messages
           ([{"role": ..., "content": ...}, ...]). Strings get the tokenizer's EOS; chats end as their template says.
           The rpo losses also need the columns `chosen_reward, rejected_reward`.
-Not here  several GPUs, quantized weights, tools, images.
+Not here  quantized weights, tools, images.
 Shapes    B pairs in an optimizer batch; what the losses see is (B,). w is y_w, the chosen answer; l the rejected.
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens (simpo: averaged) |
           rewards/margins: their difference | rewards/accuracies: share of pairs where it is positive, ties count 1/2 |
@@ -492,7 +493,8 @@ def load_model(folder: str, device: str, args, trains: bool = False):
     if dist.is_initialized():  # before float(): until then the weights lie in the file, and take no memory
         rank, ranks = processes()
         shape = {"fsdp": (ranks,), "ddp": (ranks, 1)}[args.parallel]
-        shard(model, init_device_mesh(device, shape, mesh_dim_names=("copies", "parts")[-len(shape):]))
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "parts")[-len(shape):])
+        shard(model, mesh, args.dtype)
     model = model.float().eval().to(device)
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
@@ -825,12 +827,14 @@ def command_line(args):
         if dist.is_initialized():
             dist.destroy_process_group()
     except (Exception, KeyboardInterrupt) as error:
-        if int(os.environ.get("RANK", 0)):
-            sys.stderr = sys.__stderr__
-            time.sleep(3)  # if the first process has the same to say, its end comes first and ends this one
         sentence = str(error) if isinstance(error, (BadInput, Stopped)) else one_line(error)
+        if int(os.environ.get("RANK", 0)) and not isinstance(error, Stopped):  # all processes are Stopped together
+            time.sleep(3)  # if the first process has the same to say, torchrun ends this one meanwhile
+            sys.stderr = sys.__stderr__
         if out_of_memory(error):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
+        elif isinstance(error, dist.DistError) or "gloo" in sentence:
+            sentence = "another process has ended: the same command goes on from the last checkpoint"
         elif not isinstance(error, (BadInput, Stopped, OSError, KeyboardInterrupt)):
             raise
         print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)

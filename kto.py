@@ -7,6 +7,7 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
 
     python kto.py                                                               # the demo: offline, under a minute
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen  # your model, your data
+    torchrun --nproc_per_node=8 kto.py --model ...                              # on 8 GPUs
 
 z estimates KL(π || π_ref); no gradient flows through it. y' is the answer to another prompt. Here it is drawn once for
 every row, where the paper pairs the rows of each batch anew. So its reference log-probs are known before training, too:
@@ -16,7 +17,7 @@ hold the reference. The same command resumes a run that was stopped or killed.
 Data      rows `prompt, completion, label` (true or false, 1 or 0; HALOs' `output` is read as completion), or pairs
           `prompt, chosen, rejected`, which give one row of each kind; strings or chat messages. Strings get the
           tokenizer's EOS; chats end as their template ends them.
-Not here  several GPUs, quantized weights, tools, images.
+Not here  quantized weights, tools, images.
 Shapes    B rows in an optimizer batch; what the losses see is (B,).
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of the desirable and of the others | rewards/margins:
           their difference | rewards/accuracies: share of rows whose ρ has the sign of their label, ties count 1/2 |
@@ -509,7 +510,8 @@ def load_model(folder: str, device: str, args, trains: bool = False):
     if dist.is_initialized():  # before float(): until then the weights lie in the file, and take no memory
         rank, ranks = processes()
         shape = {"fsdp": (ranks,), "ddp": (ranks, 1)}[args.parallel]
-        shard(model, init_device_mesh(device, shape, mesh_dim_names=("copies", "parts")[-len(shape):]))
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "parts")[-len(shape):])
+        shard(model, mesh, args.dtype)
     model = model.float().eval().to(device)
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
@@ -842,12 +844,14 @@ def command_line(args):
         if dist.is_initialized():
             dist.destroy_process_group()
     except (Exception, KeyboardInterrupt) as error:
-        if int(os.environ.get("RANK", 0)):
-            sys.stderr = sys.__stderr__
-            time.sleep(3)  # if the first process has the same to say, its end comes first and ends this one
         sentence = str(error) if isinstance(error, (BadInput, Stopped)) else one_line(error)
+        if int(os.environ.get("RANK", 0)) and not isinstance(error, Stopped):  # all processes are Stopped together
+            time.sleep(3)  # if the first process has the same to say, torchrun ends this one meanwhile
+            sys.stderr = sys.__stderr__
         if out_of_memory(error):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
+        elif isinstance(error, dist.DistError) or "gloo" in sentence:
+            sentence = "another process has ended: the same command goes on from the last checkpoint"
         elif not isinstance(error, (BadInput, Stopped, OSError, KeyboardInterrupt)):
             raise
         print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from filelock import FileLock, Timeout  # comes with torch
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
@@ -142,12 +142,13 @@ def share_prompts(model, dtype: str = "float32") -> bool:
     core.set_attn_implementation(before)
     with torch.no_grad(), eval_mode(core):
         try:
-            head = find_head(core)
+            precisions = {dtype} if isinstance(core, FSDPModule) else {"float32", dtype}
+            head = find_head(core, min(precisions, key=len))
             layers = set(getattr(config, "layer_types", None) or ())
             if core._is_stateful or not layers <= {"full_attention", "sliding_attention"}:
                 raise CannotShare("recurrent, convolutional or chunked layers read the row as it lies")
             core.set_attn_implementation(SHARED)  # for good: gradient checkpointing runs it again in the backward pass
-            for precision in {"float32", dtype}:  # the CUDA kernel serves half precision only
+            for precision in precisions:  # the CUDA kernel serves half precision only
                 shared = probe(core, lay_out_shared, head, precision)
                 blind = probe(core, lambda *args: lay_out_shared(*args, blind=True), head, precision)
                 exact = core.dtype == torch.float32 and precision == "float32"
@@ -172,19 +173,19 @@ def shares_prompts(model) -> bool:
     return base_model(model).config._attn_implementation == SHARED
 
 
-def find_head(core) -> tuple[float, float | None]:
+def find_head(core, dtype: str) -> tuple[float, float | None]:
     """Factor and softcap between head and logits. Raises BadInput if with none the model's own logits come out."""
     config = core.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
     factors = {getattr(config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")}
     factors |= {1 / factor for factor in factors}  # Granite's divides
-    error, factor = min((probe(core, lay_out_padded, (factor, cap)), factor) for factor in factors)
-    if not error < (1e-3 if core.dtype == torch.float32 else 0.25):  # `not <` also catches NaN
+    error, factor = min((probe(core, lay_out_padded, (factor, cap), dtype), factor) for factor in factors)
+    if not error < (1e-3 if core.dtype == torch.float32 and dtype == "float32" else 0.25):  # `not <` also catches NaN
         raise BadInput(f"its decoder and head differ from its logits by {error:.2g} nats, or its weights hold NaN")
     return factor, cap
 
 
-def probe(core, lay_out: Callable, head: tuple, dtype: str = "float32") -> float:
+def probe(core, lay_out: Callable, head: tuple, dtype: str) -> float:
     """Largest difference, in nats, between log-probs laid out so and the model's logits, one forward per sequence."""
     ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 24).long().tolist()
     prompt, completions, errors = tuple(ids[::3]), [tuple(ids[1::3]), tuple(ids[2::3][:5])], []
@@ -352,13 +353,16 @@ def processes() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def shard(model, mesh):
+def shard(model, mesh, dtype="float32"):
     """Splits the weights over a mesh (n,), or replicates them over a mesh (n, 1), layer by layer (fully_shard). Of the
-    gradients comes the sum, not the mean: divide a loss by what all processes have."""
+    gradients comes the sum, not the mean: divide a loss by what all processes have. dtype: of the forwards to come. In
+    bfloat16 layers are gathered so, because autocast would keep a copy of every layer; their inputs stay float32."""
     core = base_model(model)
     layers = [m for m in core.modules() if m is core or type(m).__name__ in core._no_split_modules]
+    half = torch.bfloat16 if dtype == "bfloat16" else None
     for module in reversed(layers):  # the model last
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)  # after it, parameters() are the parts again
+        policy = MixedPrecisionPolicy(half if module is not core else None, torch.float32, cast_forward_inputs=False)
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # parameters() are parts, always
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     core.flat_logprobs = MethodType(_flat_logprobs, core)  # called alone, decoder and head would see only their parts

@@ -7,6 +7,7 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
 
     python rloo.py                                                          # the demo: offline, under a minute
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
+    torchrun --nproc_per_node=8 rloo.py --model ...                         # on 8 GPUs
 
 A prompt costs its tokens once, whatever k is: once in the rollout, whose cache is expanded to k rows, once in the
 reference pass and once in training. The reference scores all samples of a step together: its weights come in and go out
@@ -15,7 +16,7 @@ once. The same command resumes a run that was stopped or killed.
 Data      rows `prompt`, a string or chat messages, and any columns for the reward. rewards.py:f is a function
           f(prompts, completions, completion_ids, **columns) -> one float per completion, or None where it has nothing
           to say: 0 beside other rewards. A sample without any reward is left out, also of its siblings' baseline.
-Not here  several GPUs, quantized weights, tools, several turns, vLLM, KL in the loss instead of in the reward.
+Not here  quantized weights, tools, several turns, vLLM, KL in the loss instead of in the reward.
 Shapes    B prompts per step, k samples each: rewards, log-probs and advantages are (B, k).
 Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function |
           frac_reward_zero_std: share of prompts whose samples all got the same | kl: log π − log π_ref per token |
@@ -406,7 +407,8 @@ def load_model(folder: str, device: str, args, trains: bool = False):
     if dist.is_initialized():  # before float(): until then the weights lie in the file, and take no memory
         rank, ranks = processes()
         shape = {"fsdp": (ranks,), "ddp": (ranks, 1)}[args.parallel]
-        shard(model, init_device_mesh(device, shape, mesh_dim_names=("copies", "parts")[-len(shape):]))
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "parts")[-len(shape):])
+        shard(model, mesh, args.dtype)
     model = model.float().eval().to(device)
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
@@ -878,12 +880,14 @@ def command_line(args):
         if dist.is_initialized():
             dist.destroy_process_group()
     except (Exception, KeyboardInterrupt) as error:
-        if int(os.environ.get("RANK", 0)):
-            sys.stderr = sys.__stderr__
-            time.sleep(3)  # if the first process has the same to say, its end comes first and ends this one
         sentence = str(error) if isinstance(error, (BadInput, Stopped)) else one_line(error)
+        if int(os.environ.get("RANK", 0)) and not isinstance(error, Stopped):  # all processes are Stopped together
+            time.sleep(3)  # if the first process has the same to say, torchrun ends this one meanwhile
+            sys.stderr = sys.__stderr__
         if out_of_memory(error):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
+        elif isinstance(error, dist.DistError) or "gloo" in sentence:
+            sentence = "another process has ended: the same command goes on from the last checkpoint"
         elif not isinstance(error, (BadInput, Stopped, OSError, KeyboardInterrupt)):
             raise
         print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)
