@@ -26,6 +26,8 @@ Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of the desirabl
           num_tokens so far, a prompt counted once. A batch of one kind has no mean of the other. eval_*: the same on
           held-out rows; eval_score: mean of --score.
 """
+import glob
+import gzip
 import hashlib
 import importlib
 import json
@@ -193,20 +195,26 @@ def refusing(what: str):
 
 def read_rows(source: str) -> list[tuple[str, dict]]:
     """The rows of a file or a hub dataset NAME[:CONFIG][:SPLIT], each with its place: [("x.jsonl line 3", {..})]."""
-    kind, is_file, rows = Path(source).suffix[1:].lower(), Path(source).is_file(), []
+    zipped = source.lower().endswith(".gz")
+    kind, is_file, rows = Path(source.lower().removesuffix(".gz")).suffix[1:], Path(source).is_file(), []
     known = kind in ("jsonl", "json", "csv", "parquet")
     refuse(known and not is_file, f"{source}: there is no such file")
-    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet")
+    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet, or with .gz then")
     if kind == "jsonl":  # by hand, so that an error can name the line
-        for n, line in enumerate(Path(source).read_bytes().split(b"\n"), 1):
+        with refusing(f"cannot read {source}"):
+            data = gzip.decompress(Path(source).read_bytes()) if zipped else Path(source).read_bytes()
+        for n, line in enumerate(data.split(b"\n"), 1):
             with refusing(f"cannot read {source} line {n}"):
                 if line.strip():
                     rows.append((f"{source} line {n}", {} | json.loads(line)))  # only an object can be joined to one
         return rows
     with refusing(f"cannot read {source} (only .jsonl does without `pip install datasets`)"):
         import datasets
+        import huggingface_hub
         name, *rest = [kind] if is_file else source.split(":")
-        split, files = rest.pop() if rest else "train", [source] if is_file else None
+        split, files = rest.pop() if rest else "train", [glob.escape(source)] if is_file else None
+        if not is_file and not huggingface_hub.constants.HF_HUB_OFFLINE:
+            huggingface_hub.HfApi().dataset_info(name, timeout=5)  # if nobody answers, datasets tries for half a minute
         options = {"index_col": False} if name == "csv" else {}  # else a cell too many shifts the columns
         table = datasets.load_dataset(name, *rest, split=split, data_files=files, **options)
         return [(f"{source} row {n}", row) for n, row in enumerate(table, 1)]
@@ -489,6 +497,8 @@ def load_model(folder: str, device: str, args, trains: bool = False):
     base, lora = adapter_base(folder), args.lora_r if trains else None
     model = from_checkpoint(AutoModelForCausalLM, base or folder)
     stored = model.requires_grad_(trains and not base).dtype
+    refuse(trains and (args.merge or args.lora_dropout) and not base and not lora,
+           "--merge and --lora_dropout are for adapters: add --lora_r, or leave them out")
     if base or lora:
         with refusing("LoRA adapters need `pip install peft`"):
             import peft
@@ -577,11 +587,6 @@ def fill_cache(folder: str, tokenizer, groups: list, device: str, args) -> Refer
     """The reference's log-probs of all groups: from the file, and for the rest from the model, which is then gone."""
     cache = ReferenceCache(reference=digest_of(folder), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
     path = args.ref_cache or f"{args.out}/reference_logprobs.pkl"
-    with refusing(f"cannot use --ref_cache {path}"):
-        if Path(path).exists():
-            cache.load(path)
-        else:
-            cache.save(path)  # now, not after the pass: can it be written?
     scored = cache.fill(lambda: load_model(folder, device, args), groups, args.tokens_per_forward, args.dtype, path)
     print(f"reference: {scored} completions scored, the others known from {path}")
     return cache
@@ -647,6 +652,7 @@ def settle(args):
     refuse(not args.lora_r and (args.lora_alpha or args.lora_target != "all-linear"),
            "--lora_alpha and --lora_target need --lora_r")
     refuse(args.merge and args.save_dtype != "float32", "--merge would round what was measured: save float32")
+    refuse(args.sync_mix != 1 and not args.sync_reference, "--sync_mix is for --sync_reference: leave it out")
     refuse(max(args.warmup, args.lora_dropout, args.sync_mix) > 1, "--warmup, --lora_dropout, --sync_mix: at most 1")
     refuse(args.sync_reference and args.ref != "swap", "--sync_reference needs --ref swap: no other reference moves")
     refuse(args.ref == "none" and args.ref_model, "--ref none uses no --ref_model: leave one out")
@@ -936,6 +942,7 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def check(args: Args):
     weights = args.desirable_weight, args.undesirable_weight
     refuse(not args.beta, "--beta must be above 0")
+    refuse(args.ref_cache and args.ref != "cache", "--ref_cache is for --ref cache: leave one out")
     refuse(args.humanline and args.ref != "swap", "--humanline needs a reference that moves: add --ref swap")
     refuse(args.humanline and not args.humanline[0] < 0 < args.humanline[1], "--humanline: a number below 0, one above")
     refuse(args.balance and weights != (1, 1), "--balance sets the weights: leave them out")

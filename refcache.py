@@ -422,12 +422,20 @@ class ReferenceCache(Mapping):
         return np.frombuffer(self.table[prompt][y], np.float32)  # KeyError: not scored, call fill first
 
     def fill(self, load_model: Callable, groups: Groups, tokens_per_forward=16384, dtype="float32", path=None):
-        """Scores what is missing, with a model that exists only meanwhile. Returns how many completions that were.
-        `load_model()` must keep no reference to the model; it is not called if nothing is missing."""
+        """Scores what neither this cache nor the file at `path` knows, with a model that exists only meanwhile, and
+        saves it there. Returns how many completions that were. `load_model()` must keep no reference to the model;
+        it is not called if nothing is missing."""
+        if path and Path(path).exists():
+            self.load(path)
         missing = sum(len(completions) for _, completions in self.missing(groups, tokens_per_forward))
         if {*exchange(missing)} != {missing}:
             raise BadInput(f"the processes know different log-probs: do all of them read the same {path}?")
         if missing:
+            try:
+                if path:
+                    self.save(path)  # now, not after the pass: can it be written?
+            except OSError as error:
+                raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
             model = load_model()
             try:
                 self.score(model, groups, tokens_per_forward, dtype, path=path)  # the expensive thing

@@ -25,6 +25,8 @@ Metrics   reward, reward_std: over all samples, before clipping and KL | rewards
           the clip, without gradient | loss | grad_norm before clipping (these three of the step's last update) | lr |
           num_tokens so far, a prompt counted once. eval_*: held out; eval_score: mean of --score.
 """
+import glob
+import gzip
 import hashlib
 import importlib
 import json
@@ -182,20 +184,26 @@ def refusing(what: str):
 
 def read_rows(source: str) -> list[tuple[str, dict]]:
     """The rows of a file or a hub dataset NAME[:CONFIG][:SPLIT], each with its place: [("x.jsonl line 3", {..})]."""
-    kind, is_file, rows = Path(source).suffix[1:].lower(), Path(source).is_file(), []
+    zipped = source.lower().endswith(".gz")
+    kind, is_file, rows = Path(source.lower().removesuffix(".gz")).suffix[1:], Path(source).is_file(), []
     known = kind in ("jsonl", "json", "csv", "parquet")
     refuse(known and not is_file, f"{source}: there is no such file")
-    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet")
+    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet, or with .gz then")
     if kind == "jsonl":  # by hand, so that an error can name the line
-        for n, line in enumerate(Path(source).read_bytes().split(b"\n"), 1):
+        with refusing(f"cannot read {source}"):
+            data = gzip.decompress(Path(source).read_bytes()) if zipped else Path(source).read_bytes()
+        for n, line in enumerate(data.split(b"\n"), 1):
             with refusing(f"cannot read {source} line {n}"):
                 if line.strip():
                     rows.append((f"{source} line {n}", {} | json.loads(line)))  # only an object can be joined to one
         return rows
     with refusing(f"cannot read {source} (only .jsonl does without `pip install datasets`)"):
         import datasets
+        import huggingface_hub
         name, *rest = [kind] if is_file else source.split(":")
-        split, files = rest.pop() if rest else "train", [source] if is_file else None
+        split, files = rest.pop() if rest else "train", [glob.escape(source)] if is_file else None
+        if not is_file and not huggingface_hub.constants.HF_HUB_OFFLINE:
+            huggingface_hub.HfApi().dataset_info(name, timeout=5)  # if nobody answers, datasets tries for half a minute
         options = {"index_col": False} if name == "csv" else {}  # else a cell too many shifts the columns
         table = datasets.load_dataset(name, *rest, split=split, data_files=files, **options)
         return [(f"{source} row {n}", row) for n, row in enumerate(table, 1)]
@@ -386,6 +394,8 @@ def load_model(folder: str, device: str, args, trains: bool = False):
     base, lora = adapter_base(folder), args.lora_r if trains else None
     model = from_checkpoint(AutoModelForCausalLM, base or folder)
     stored = model.requires_grad_(trains and not base).dtype
+    refuse(trains and (args.merge or args.lora_dropout) and not base and not lora,
+           "--merge and --lora_dropout are for adapters: add --lora_r, or leave them out")
     if base or lora:
         with refusing("LoRA adapters need `pip install peft`"):
             import peft
@@ -605,10 +615,10 @@ class RewardModel:
         return scores.tolist()
 
 
-def load_rewards(folders: dict, device: str, args: Args) -> list[tuple[str, Callable, float]]:
-    """[(name, function, weight), ..]"""
-    functions = [load_function(spec) for spec in args.reward]
-    names = [Path(spec).name.split(":")[-1] for spec in args.reward]
+def load_rewards(rewards: tuple, folders: dict, device: str, args: Args) -> list[tuple[str, Callable, float]]:
+    """[(name, function, weight), ..]: what main() was given, then --reward, then --reward_model."""
+    functions = [*rewards, *map(load_function, args.reward)]
+    names = [*(reward.__name__ for reward in rewards), *(Path(spec).name.split(":")[-1] for spec in args.reward)]
     if args.reward_model:
         functions.append(RewardModel(folders["reward_model"], device, args))
         names.append(Path(args.reward_model).name)
@@ -683,6 +693,7 @@ def settle(args):
     refuse(not args.lora_r and (args.lora_alpha or args.lora_target != "all-linear"),
            "--lora_alpha and --lora_target need --lora_r")
     refuse(args.merge and args.save_dtype != "float32", "--merge would round what was measured: save float32")
+    refuse(args.sync_mix != 1 and not args.sync_reference, "--sync_mix is for --sync_reference: leave it out")
     refuse(max(args.warmup, args.lora_dropout, args.sync_mix) > 1, "--warmup, --lora_dropout, --sync_mix: at most 1")
     refuse(args.sync_reference and args.ref != "swap", "--sync_reference needs --ref swap: no other reference moves")
     refuse(args.ref == "none" and args.ref_model, "--ref none uses no --ref_model: leave one out")
@@ -985,14 +996,14 @@ def check(args: Args):
     refuse(args.max_new_tokens >= args.max_length, "--max_length is of prompt and sample: lower --max_new_tokens")
 
 
-def main(args: Args) -> list[dict]:
-    """Trains. Returns the lines of metrics.jsonl, one dict per step."""
+def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
+    """Trains. Returns the lines of metrics.jsonl, one dict per step. A notebook gives its functions as `rewards`."""
     args = settle(args)
     check(args)
     began, device = time.monotonic(), join_processes()
     models = {name: vars(args)[name] for name in ("model", "ref_model", "reward_model")}
     folders = {name: find_folder(model) for name, model in models.items() if model}
-    functions = load_rewards(folders, device, args)
+    functions = load_rewards(rewards, folders, device, args)
     judges = functions + ([("--score", load_function(args.score), 0.0)] if args.score else [])  # of held-out answers
     tokenizer, longest = load_tokenizer(folders["model"])
     other = folders["ref_model"]

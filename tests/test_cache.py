@@ -54,6 +54,17 @@ def same(a, b):
     return set(a) == set(b) and all(np.array_equal(a[key], b[key]) for key in a)
 
 
+def test_fill_reads_its_file_and_refuses_another_before_any_scoring(tmp_path):
+    path = tmp_path / "cache.pkl"
+    filled(path=path)
+    again = ReferenceCache(**HEADER)
+    assert again.fill(None, GROUPS, path=path) == 0 and same(again, filled())
+    with pytest.raises(BadInput, match="made with reference 'abc'"):
+        ReferenceCache(**HEADER | {"reference": "other"}).fill(None, GROUPS, path=path)
+    with pytest.raises(BadInput, match="cannot be written"):
+        ReferenceCache(**HEADER).fill(None, GROUPS, path="/proc/nothing/cache.pkl")
+
+
 @pytest.fixture(scope="module")
 def whole():
     return filled()

@@ -3,6 +3,8 @@
 The code is the same text in every script (tests/test_scripts.py), so it is tested here through dpo.py and kto.py.
 """
 import csv
+import gzip
+import importlib
 import json
 import random
 import re
@@ -310,6 +312,33 @@ def write_as(path, rows):
     else:
         pytest.importorskip("datasets").Dataset.from_list(rows).to_parquet(path)
     return path
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.JSONL.GZ", "rows.csv.gz", "rows[1].csv", "rows[0-9].parquet"])
+def test_compressed_files_and_names_with_brackets_are_read(load, tmp_path, name):
+    if "json" not in name:
+        pytest.importorskip("datasets")
+    path = write_as(tmp_path / name.removesuffix(".gz").removesuffix(".GZ"), ROWS)
+    if name != path.name:
+        (tmp_path / name).write_bytes(gzip.compress(path.read_bytes()))
+        path.unlink()
+    assert [row[:3] for row in load(tmp_path / name)] == [row[:3] for row in load(ROWS)]
+
+
+def test_a_damaged_compressed_file_is_refused(load, tmp_path):
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(b"x" * 999)[:30])
+    with pytest.raises(BadInput, match="cannot read .*rows.jsonl.gz"):
+        load(tmp_path / "rows.jsonl.gz")
+
+
+def test_a_name_that_is_no_file_is_refused_at_once_if_no_hub_answers(load, monkeypatch):
+    pytest.importorskip("datasets")
+    hub = importlib.import_module("huggingface_hub")
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub.HfApi, "dataset_info", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("nobody")))
+    monkeypatch.setattr(importlib.import_module("datasets"), "load_dataset", None)
+    with pytest.raises(BadInput, match="cannot read some/name .*nobody"):
+        load("some/name")
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "JSONL"])

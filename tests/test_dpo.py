@@ -524,8 +524,9 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     (dict(alpha=0.0), "--alpha"), (dict(ld_alpha=-0.1), "--ld_alpha"),
     (dict(ref="none", ref_model=MODEL), "--ref_model"), (dict(ref="frozen"), "--ref"),
     (dict(sync_reference=2), "--ref swap"), (dict(sync_reference=2, ref="live"), "--ref swap"),
-    (dict(humanline=(-1.0, 1.5)), "--ref swap"), (dict(humanline=(0.5, 1.5), ref="swap"), "--humanline"),
-    (dict(humanline=(-1.0, 1.5), ref="swap", loss=("aot",)), "aot_unpaired"),
+    (dict(humanline=(-1.0, 1.5)), "--ref swap"), (dict(humanline=(0.5, 1.5), ref="swap", ref_cache=None), "--humanline"),
+    (dict(humanline=(-1.0, 1.5), ref="swap", ref_cache=None, loss=("aot",)), "aot_unpaired"),
+    (dict(sync_mix=0.5), "--sync_reference"), (dict(ref="swap"), "--ref_cache"),
     (dict(lora_alpha=8.0), "--lora_r"), (dict(lora_target="q_proj"), "--lora_r"),
     (dict(lr=-1.0), "--lr"), (dict(lr="1e-3"), "--lr"), (dict(lr=math.inf), "--lr"), (dict(warmup=1.5), "--warmup"),
     (dict(warmup=math.nan), "--warmup"), (dict(weight_decay=math.nan), "--weight_decay"), (dict(seed=-1), "--seed"),
@@ -548,8 +549,14 @@ def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(ar
 @pytest.mark.parametrize("path", ["/proc/nothing/cache.pkl", "/"])
 def test_a_cache_that_cannot_be_used_is_refused_before_the_reference_pass(arguments, monkeypatch, path):
     monkeypatch.setattr(dpo, "load_model", None)
-    with pytest.raises(BadInput, match=f"{path}.* cannot be used|cannot use .*{path}"):
+    with pytest.raises(BadInput, match=f"{path}.* cannot be (used|written)|cannot be written|cannot use .*{path}"):
         dpo.main(arguments(ref_cache=path))
+
+
+@pytest.mark.parametrize("flags", [dict(merge=True), dict(lora_dropout=0.1)])
+def test_flags_of_adapters_are_refused_without_one(arguments, flags):
+    with pytest.raises(BadInput, match="are for adapters"):
+        dpo.main(arguments(**flags))
 
 
 def test_paths_may_be_path_objects(run, folder):

@@ -374,7 +374,7 @@ def test_data_that_kto_cannot_use_is_refused(arguments, tmp_path, rows, words):
     (dict(beta=0.0), "--beta"), (dict(loss=("kto",)), "--loss"), (dict(loss="bco"), "--loss"),
     (dict(ref="none"), "--ref"),
     (dict(desirable_weight=-1.0), "--desirable_weight"), (dict(humanline=(-1.0, 1.5)), "--ref swap"),
-    (dict(humanline=(0.1, 1.5), ref="swap"), "--humanline"), (dict(sync_reference=2), "--ref swap"),
+    (dict(humanline=(0.1, 1.5), ref="swap", ref_cache=None), "--humanline"), (dict(sync_reference=2), "--ref swap"),
     (dict(desirable_weight=0.0, undesirable_weight=0.0), "weight")])
 def test_bad_arguments_are_refused_in_one_sentence(arguments, changes, words):
     with pytest.raises(BadInput, match=words) as error:

@@ -273,6 +273,11 @@ def test_a_reward_model_adds_to_the_functions_with_its_weight(run, tmp_path):
                for values in history[1:])
 
 
+def test_main_takes_functions_as_rewards(base, run, tmp_path):
+    history = rloo.main(replace(base, reward=(), out=str(tmp_path / "out")), rewards=(load_function(base.reward[0]),))
+    assert history == run().history
+
+
 def test_a_reward_model_keeps_to_tokens_per_forward_and_to_its_positions(tmp_path):
     chats = [[{"role": "user", "content": "a"}]] * 4
     answers = [[{"role": "assistant", "content": "soup " * n}] for n in (1, 9, 4, 9)]
