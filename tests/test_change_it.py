@@ -1,4 +1,4 @@
-"""The README's section "Change it": each diff is applied to a copy of its script, and the copy is run."""
+"""The README's section "Change it" and docs/change_it.md: each diff is applied to a copy of its script, which is run."""
 import importlib.util
 import json
 import re
@@ -11,7 +11,8 @@ import dpo
 
 ROOT = Path(dpo.__file__).parent
 README = (ROOT / "README.md").read_text()
-DIFFS = re.findall(r"\n([^\n]+)\n\n```diff\n--- (\w+\.py)\n(.*?)```", README, re.S)  # (title, script, body)
+CHANGES = README + (ROOT / "docs/change_it.md").read_text()
+DIFFS = re.findall(r"\n([^\n]+)\n\n```diff\n--- (\w+\.py)\n(.*?)```", CHANGES, re.S)  # (title, script, body)
 FILES = {"dpo.py": "pairs", "rloo.py": "prompts"}
 
 
@@ -68,7 +69,7 @@ def test_change_from_the_readme_applies_and_runs(number, tmp_path):
 
 
 def test_python_snippet_in_readme_runs(tmp_path, monkeypatch, capsys):
-    code = re.search(r"```python\n(.*?)```", README, re.S)[1]
+    code = re.search(r"```python\n(.*?)```", CHANGES, re.S)[1]
     monkeypatch.chdir(tmp_path)
     exec(code.replace("demo/model", str(ROOT / "demo/model")), {})
     assert "completions share their prompt" in capsys.readouterr().out
