@@ -86,7 +86,7 @@ class Args:
     simpo_gamma: float = 0.5  # simpo's target margin
     rpo_eta: float = 1.0  # rpo's scale of the data's reward differences
 
-    steps: int | None = None  # optimizer steps; None: as epochs says
+    steps: int | None = None  # optimizer steps; None: as epochs says; 0: only fill the cache and evaluate
     epochs: float = 1.0  # passes over the data
     batch_size: int = 32  # pairs per optimizer step
     lr: float | None = None  # peak learning rate; None is 1e-6, for the demo 2e-4
@@ -615,8 +615,8 @@ def answer(policy, tokenizer, held: list, score: Callable | None, step: int, arg
 
 def settle(args):
     """Fills in the flags that depend on others. Refuses what would silently mean something else."""
-    may_be_0 = {"lr", "weight_decay", "samples", "eval_size", "warmup", "seed", "lora_dropout", "label_smoothing",
-                "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k", "beta"}
+    may_be_0 = {"lr", "weight_decay", "samples", "steps", "eval_size", "warmup", "seed", "lora_dropout",
+                "label_smoothing", "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k", "beta"}
     logging.disable_progress_bar()  # transformers': one per file is noise
     args = replace(args, **{name: str(value) for name, value in vars(args).items() if isinstance(value, Path)})
     args = replace(args, out=os.path.expanduser(args.out))
@@ -952,7 +952,7 @@ def main(args: Args) -> list[dict]:
             print(tokenizer.decode(train[0].prompt), *(f"[{tokenizer.decode([token])}]" for token in y), sep="")
         return []
     batch_size = min(args.batch_size, len(train))
-    steps = args.steps or math.ceil(args.epochs * len(train) / batch_size)
+    steps = math.ceil(args.epochs * len(train) / batch_size) if args.steps is None else args.steps
     out = Path(args.out)
     with claim(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
         identity = identify(args, train + held, folders)
@@ -973,7 +973,7 @@ def main(args: Args) -> list[dict]:
             reference = hold_reference(folders, policy, device, args)
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=args.lr,
                                       weight_decay=args.weight_decay, fused=device == "cuda")
-        scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, steps, args.warmup, args.schedule))
+        scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, max(1, steps), args.warmup, args.schedule))
         changing = dict(policy=policy, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference or args.humanline else {}
         restore(out, state, **changing)
@@ -985,6 +985,9 @@ def main(args: Args) -> list[dict]:
         if done == 0:
             answers, scored = answer(policy, tokenizer, held, score, 0, args)
             log.write({"step": 0, **evaluate(policy, held, reference, args), **scored}, answers)
+        if steps == 0:
+            print("nothing is trained; the reference's log-probs are there for other runs")
+            return log.history
         tokens, known = log.history[-1].get("num_tokens", 0), None
         window = 1 if args.humanline else args.sync_reference or 16  # steps that one swap of the reference serves
         bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)

@@ -90,7 +90,7 @@ class Args:
     max_new_tokens: int = 128  # of a sample
     rollout_tokens: int = 65536  # places in the cache of one rollout batch; memory and speed only, never the result
 
-    steps: int | None = None  # rollouts; None: as epochs says
+    steps: int | None = None  # rollouts; None: as epochs says; 0: only evaluate
     epochs: float = 1.0  # passes over the data
     batch_size: int = 8  # prompts per step
     lr: float | None = None  # peak learning rate; None is 1e-6, for the demo 2e-4
@@ -673,8 +673,8 @@ def judge(drawn: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) ->
 
 def settle(args):
     """Fills in the flags that depend on others. Refuses what would silently mean something else."""
-    may_be_0 = {"lr", "weight_decay", "samples", "eval_size", "warmup", "seed", "lora_dropout", "label_smoothing",
-                "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k", "beta"}
+    may_be_0 = {"lr", "weight_decay", "samples", "steps", "eval_size", "warmup", "seed", "lora_dropout",
+                "label_smoothing", "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k", "beta"}
     logging.disable_progress_bar()  # transformers': one per file is noise
     args = replace(args, **{name: str(value) for name, value in vars(args).items() if isinstance(value, Path)})
     args = replace(args, out=os.path.expanduser(args.out))
@@ -1019,7 +1019,7 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
         return []
     held = held[:args.samples]
     batch_size = min(args.batch_size, len(train))
-    steps = args.steps or math.ceil(args.epochs * len(train) / batch_size)
+    steps = math.ceil(args.epochs * len(train) / batch_size) if args.steps is None else args.steps
     out = Path(args.out)
     with claim(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
         identity = identify(args, train + held, folders)
@@ -1039,7 +1039,7 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
                "--mask_truncated leaves every sample out: neither model nor tokenizer names a token that ends one")
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=args.lr,
                                       weight_decay=args.weight_decay, fused=device == "cuda")
-        scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, steps, args.warmup, args.schedule))
+        scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, max(1, steps), args.warmup, args.schedule))
         changing = dict(policy=policy, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference else {}
         restore(out, state, **changing)
@@ -1048,6 +1048,8 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
         if done == 0:
             answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
             log.write({"step": 0, **scored}, [{"step": 0, "held_out": True, **line} for line in answers])
+        if steps == 0:
+            return log.history
         tokens = log.history[-1].get("num_tokens", 0)
         bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)
         try:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import dpo
+import kto
 from dpo import Args, batch_rows, lr_factor
 from refcache import BadInput, ReferenceCache, completion_logprobs, tokenizer_digest
 
@@ -524,7 +525,8 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     (dict(alpha=0.0), "--alpha"), (dict(ld_alpha=-0.1), "--ld_alpha"),
     (dict(ref="none", ref_model=MODEL), "--ref_model"), (dict(ref="frozen"), "--ref"),
     (dict(sync_reference=2), "--ref swap"), (dict(sync_reference=2, ref="live"), "--ref swap"),
-    (dict(humanline=(-1.0, 1.5)), "--ref swap"), (dict(humanline=(0.5, 1.5), ref="swap", ref_cache=None), "--humanline"),
+    (dict(humanline=(-1.0, 1.5)), "--ref swap"),
+    (dict(humanline=(0.5, 1.5), ref="swap", ref_cache=None), "--humanline"),
     (dict(humanline=(-1.0, 1.5), ref="swap", ref_cache=None, loss=("aot",)), "aot_unpaired"),
     (dict(sync_mix=0.5), "--sync_reference"), (dict(ref="swap"), "--ref_cache"),
     (dict(lora_alpha=8.0), "--lora_r"), (dict(lora_target="q_proj"), "--lora_r"),
@@ -532,7 +534,7 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     (dict(warmup=math.nan), "--warmup"), (dict(weight_decay=math.nan), "--weight_decay"), (dict(seed=-1), "--seed"),
     (dict(samples=-1), "--samples"), (dict(eval_size=-1), "--eval_size"), (dict(epochs=math.inf), "--epochs"),
     (dict(epochs=0.0), "--epochs"), (dict(max_grad_norm=0.0), "--max_grad_norm"), (dict(beta=0.0), "--beta"),
-    (dict(beta=math.nan), "--beta"), (dict(batch_size=0), "--batch_size"), (dict(steps=0), "--steps"),
+    (dict(beta=math.nan), "--beta"), (dict(batch_size=0), "--batch_size"), (dict(steps=-1), "--steps"),
     (dict(steps=2.5), "--steps"), (dict(save_dtype="float16"), "--save_dtype"),
     (dict(gradient_checkpointing="no"), "--grad"),
     (dict(score="nothing.py:f"), "nothing.py:f"), (dict(max_length=5), "too few rows"),
@@ -551,6 +553,28 @@ def test_a_cache_that_cannot_be_used_is_refused_before_the_reference_pass(argume
     monkeypatch.setattr(dpo, "load_model", None)
     with pytest.raises(BadInput, match=f"{path}.* cannot be (used|written)|cannot be written|cannot use .*{path}"):
         dpo.main(arguments(ref_cache=path))
+
+
+@pytest.mark.parametrize("script", [dpo, kto])
+def test_steps_0_fills_the_cache_for_a_job_on_another_machine(script, folder, tmp_path, monkeypatch):
+    machines = [tmp_path / name for name in ("one", "two")]
+    for machine in machines:  # the same files at other places
+        shutil.copytree(MODEL, machine / "model")
+        shutil.copy(folder / "train.jsonl", machine / "train.jsonl")
+        shutil.copy(folder / "eval.jsonl", machine / "eval.jsonl")
+    one, two = (script.Args(model=str(machine / "model"), data=str(machine / "train.jsonl"), batch_size=4, samples=0,
+                            eval_data=str(machine / "eval.jsonl"), out=str(machine / "out"), lr=1e-3, steps=0,
+                            ref_cache=str(machine / "cache.pkl")) for machine in machines)
+    history = script.main(one)
+    assert [line["step"] for line in history] == [0] and math.isfinite(history[0]["eval_loss"])
+    assert not (machines[0] / "out/model").exists() and not (machines[0] / "out/checkpoint.pt").exists()
+    shutil.copy(machines[0] / "cache.pkl", machines[1] / "cache.pkl")
+    loaded = []
+    load_model = script.load_model
+    monkeypatch.setattr(script, "load_model", lambda *args, **more: loaded.append(more) or load_model(*args, **more))
+    assert [line["step"] for line in script.main(replace(two, steps=2))] == [0, 1, 2]
+    assert loaded == [dict(trains=True)], "the second machine never loads the reference"
+    assert [line["step"] for line in script.main(replace(one, steps=2))] == [0, 1, 2], "the same --out goes on"
 
 
 @pytest.mark.parametrize("flags", [dict(merge=True), dict(lora_dropout=0.1)])
