@@ -131,6 +131,7 @@ import torch.distributed as dist  # noqa: E402
 from filelock import FileLock  # noqa: E402  comes with torch
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -334,8 +335,10 @@ def whole_state(state):
     """A state dict with the parts of all processes in it, on the first one; the others only help."""
     if isinstance(state, dict):
         return {name: whole_state(value) for name, value in state.items()}
-    value = whole(state) if isinstance(state, torch.Tensor) else state
-    return None if value is not state and processes()[0] else value
+    if isinstance(state, DTensor):
+        state = whole(state)  # one tensor at a time is whole on a GPU
+        state = state.cpu() if processes()[0] == 0 else None
+    return state
 
 
 # ---- Models: the same in dpo.py, kto.py and rloo.py -----------------------------------------------------------------
@@ -781,7 +784,7 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
         return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}}
     with refusing(f"{path} is damaged (delete it to start anew)"):
         refuse(zipfile.ZipFile(path).testzip(), "its checksum does not match", ValueError)  # torch.load looks at none
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)  # processes share its memory
         refuse(type(state["step"]) is not int or state["step"] < 0, "its step is no number", ValueError)
         for name, mine in identity.items():
             theirs = state["identity"].get(name)
