@@ -11,6 +11,7 @@ Tokens per second of the training steps, without the first two; the ways alterna
 the memory that a process does not share with others (USS): while a model is loaded its weights lie in the page cache.
 """
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -74,6 +75,7 @@ def work(folder: str, parallel: str, batch_size: int, steps: int, load_only: boo
         args, before = dpo.settle(args), private_gib()
         threading.Thread(target=watch, args=(peaks,), daemon=True).start()
         model = dpo.load_model(args.model, device, args, trains=True)
+        ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is not the model's
         result = {"peak": max(peaks) - before, "after": private_gib() - before,
                   "model": sum(p.numel() * 4 for p in model.parameters()) / 2**30}
     else:
@@ -95,7 +97,8 @@ def work(folder: str, parallel: str, batch_size: int, steps: int, load_only: boo
 
 
 def launch(n: int, *words) -> dict:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", __file__, "--work"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
+    command = [*torchrun, __file__, "--work"]
     done = subprocess.run([*command, *map(str, words)], capture_output=True, text=True,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -117,7 +120,8 @@ def main():
         return work(folder, parallel, int(batch_size), int(steps), load_only == "True")
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name), sizes)
-        print("| loading | processes | model, float32 GiB | peak private GiB a process | after |\n|---|---|---|---|---|")
+        print("| loading | processes | model, float32 GiB | peak private GiB a process | after |")
+        print("|---|---|---|---|---|")
         for n in sizes.processes:
             for parallel in ("fsdp", "ddp"):
                 found = launch(n, name, parallel, sizes.batch_size, sizes.steps, True)
@@ -129,12 +133,14 @@ def main():
         for _ in range(sizes.rounds):
             for (n, parallel, batch), found in ways.items():
                 found.append(launch(n, name, parallel, batch, sizes.steps, False))
-        print("\n| processes | | pairs a step | tokens/s | of one process | peak GiB on the GPU |\n|---|---|---|---|---|---|")
+        print("\n| processes | | pairs a step | tokens/s | of one process | peak GiB on the GPU |")
+        print("|---|---|---|---|---|---|")
         one = median(x["tokens per second"] for x in ways[sizes.processes[0], "fsdp", sizes.batch_size])
         for (n, parallel, batch), found in ways.items():
             speed = median(x["tokens per second"] for x in found)
             peak = median(x.get("peak GiB", 0) for x in found)
-            print(f"| {n} | {parallel} | {batch} | {speed:,.0f} | {speed / one:.2f}x | {f'{peak:.1f}' if peak else ''} |")
+            gib = f"{peak:.1f}" if peak else ""
+            print(f"| {n} | {parallel} | {batch} | {speed:,.0f} | {speed / one:.2f}x | {gib} |")
 
 
 if __name__ == "__main__":
