@@ -9,7 +9,6 @@ size, steps and β, every run a process as a user starts it. They alternate. A r
 log-probs with the reference. TRL's rows come from load_dataset, whose cache folder the runs share, so that it can find
 what an earlier one computed. Needs `pip install trl==1.16.0`.
 """
-import json
 import os
 import re
 import resource
@@ -39,7 +38,7 @@ class Args:
 
 
 def ours(args: Args):
-    """Prints how many completions the reference scored, as dpo.py says it: `reference: N completions scored`."""
+    """Prints among other things: `reference: N completions scored`."""
     import dpo
     out = f"{args.folder}/ours-{args.lrs[0]}"
     dpo.main(dpo.Args(model=args.model, data=args.data, out=out, ref_cache=f"{args.folder}/reference_logprobs.pkl",
@@ -48,15 +47,13 @@ def ours(args: Args):
 
 
 def trl(args: Args):
-    import torch
     import trl
     from datasets import load_dataset
-    from transformers import AutoModelForCausalLM
     scored = [0]
 
     class Trainer(trl.DPOTrainer):
         def compute_ref_log_probs(self, model, inputs):
-            scored[0] += len(inputs["input_ids"])  # chosen and rejected
+            scored[0] += len(inputs["input_ids"])  # chosen and rejected, under each other
             return super().compute_ref_log_probs(model, inputs)
 
     rows = load_dataset("json", data_files=args.data, split="train", cache_dir=f"{args.folder}/datasets")
@@ -65,8 +62,7 @@ def trl(args: Args):
         per_device_train_batch_size=args.batch_size, max_steps=args.steps or -1, num_train_epochs=1,
         max_length=args.max_length, lr_scheduler_type="constant", gradient_checkpointing=False, bf16=False,
         use_cpu=True, report_to="none", disable_tqdm=True)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
-    trainer = Trainer(model=model, args=config, train_dataset=rows, processing_class=None)
+    trainer = Trainer(model=args.model, args=config, train_dataset=rows)
     trainer.train()
     trainer.save_model(f"{config.output_dir}/model")
     print(f"reference: {scored[0]} completions scored")

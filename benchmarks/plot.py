@@ -4,8 +4,8 @@
     python benchmarks/plot.py out/a out/b --metrics loss eval_score --out curves.png
     python benchmarks/plot.py out/a out/b --smooth 0.9                      # thin lines: as logged
 
-A run's line has its folder's name. --smooth s draws an exponential moving average, the mean of about 1 / (1 − s) steps.
-Metrics that are logged at few steps, such as eval_*, get dots and no smoothing.
+Metrics that are 0 in all runs are left out. --smooth s draws an exponential moving average, the mean of about
+1 / (1 − s) steps. Metrics that are logged at few steps, such as eval_*, get dots and no smoothing.
 """
 import json
 import math
@@ -17,8 +17,9 @@ import tyro
 
 METRICS = ["loss", "rewards/margins", "rewards/accuracies", "reward", "kl", "eval_loss", "eval_rewards/margins",
            "eval_rewards/accuracies", "eval_reward", "eval_kl", "eval_score", "grad_norm"]
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe, Ito
-STYLES = ["-", "--", ":", "-."]  # for more runs than colours
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
+LOOK = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4",
+        "axes.titlesize": 11, "axes.titlelocation": "left", "legend.frameon": False}
 
 
 @dataclass
@@ -27,33 +28,15 @@ class Args:
     metrics: tuple[str, ...] = ()  # panels; none: what the runs have of the usual ones
     out: str = "curves.png"
     smooth: float = 0.0  # weight of the past in the moving average; 0: none
-    columns: int = 3  # panels side by side
-
-
-def read(folder: str) -> list[dict]:
-    path = Path(folder) / "metrics.jsonl"
-    if not path.exists():
-        sys.exit(f"plot.py: {path}: there is no such file; name the --out of a run")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def moving_average(values: list[float], weight: float) -> list[float]:
-    averages, total, norm = [], 0.0, 0.0
-    for value in values:
-        total, norm = weight * total + value, weight * norm + 1
-        averages.append(total / norm)  # a mean of what there is: no pull towards 0 at the beginning
-    return averages
 
 
 def import_pyplot():
     try:
         import matplotlib
     except ImportError:
-        sys.exit("this picture needs `pip install matplotlib`")
+        sys.exit("a picture needs `pip install matplotlib`")
     matplotlib.use("Agg")  # no window
-    matplotlib.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False,
-                                "axes.grid": True, "grid.color": "#e4e4e4", "axes.axisbelow": True,
-                                "axes.titlesize": 11, "legend.frameon": False})
+    matplotlib.rcParams.update(LOOK)
     from matplotlib import pyplot
     return pyplot
 
@@ -62,38 +45,41 @@ def save(figure, path: str):
     """A PNG of 64 colours: a quarter of the bytes, and no visible difference."""
     from PIL import Image  # comes with matplotlib
     figure.savefig(path, dpi=90)
-    Image.open(path).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(path, optimize=True)
+    Image.open(path).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 
-def draw(panel, lines: list[dict], name: str, number: int, smooth: float):
+def draw(panel, lines: list[dict], name: str, colour: str, smooth: float):
     """One run's line in one panel. Returns its handle for the legend."""
-    logged = [line for line in lines if name in line]
-    steps, values = [line["step"] for line in logged], [line[name] for line in logged]
-    look = dict(color=COLOURS[number % len(COLOURS)], linestyle=STYLES[number // len(COLOURS) % len(STYLES)])
+    steps, values = ([line[key] for line in lines if name in line] for key in ("step", name))
     few = len(steps) < 20
     if smooth and not few:
-        panel.plot(steps, values, **look, alpha=0.25, linewidth=0.8)
-        values = moving_average(values, smooth)
-    return panel.plot(steps, values, **look, linewidth=1.6, marker="o" if few else None, markersize=3.5)[0]
+        panel.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+        total = norm = 0.0  # total / norm is a mean of the steps so far: no pull towards 0 at the beginning
+        for n, value in enumerate(values):
+            total, norm = smooth * total + value, smooth * norm + 1
+            values[n] = total / norm
+    return panel.plot(steps, values, color=colour, linewidth=1.6, marker="o" if few else None, markersize=3.5)[0]
 
 
 def main(args: Args):
-    plt, runs = import_pyplot(), {folder: read(folder) for folder in args.runs}
-    found = {name for lines in runs.values() for line in lines for name in line}
+    plt, runs = import_pyplot(), []
+    for folder in args.runs:
+        if not Path(folder, "metrics.jsonl").exists():
+            sys.exit(f"plot.py: there is no {folder}/metrics.jsonl: name the --out of a run")
+        runs.append([json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()])
+    found = {name for lines in runs for line in lines for name in line if abs(line[name]) > 1e-6}
     names = list(args.metrics) or [name for name in METRICS if name in found]
-    unknown = [name for name in names if name not in found]
-    if unknown or not names:
-        sys.exit(f"plot.py: no run has {unknown or 'metrics'}; there are {', '.join(sorted(found))}")
-    columns = min(args.columns, len(names))
+    if not names or not found.issuperset(names):
+        sys.exit(f"plot.py: no run has {set(names) - found}; what is not 0 throughout: {', '.join(sorted(found))}")
+    columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     figure, panels = plt.subplots(rows, columns, figsize=(3.4 * columns, 2.3 * rows + 0.4), squeeze=False)
     for panel, name in zip(panels.flat, names):
-        handles = [draw(panel, lines, name, n, args.smooth) for n, lines in enumerate(runs.values())]
-        panel.set_title(name, loc="left")
-        panel.set_xlabel("step")
+        handles = [draw(panel, lines, name, COLOURS[n % 7], args.smooth) for n, lines in enumerate(runs)]
+        panel.set(title=name, xlabel="step")
     for panel in panels.flat[len(names):]:
         panel.axis("off")
-    figure.legend(handles, [Path(folder).name for folder in runs], ncols=min(6, len(runs)), loc="upper center")
+    figure.legend(handles, [Path(folder).name for folder in args.runs], ncols=min(6, len(runs)), loc="upper center")
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / figure.get_figheight()))
     save(figure, args.out)
     print(f"{len(names)} metrics of {len(runs)} runs: {args.out}")
