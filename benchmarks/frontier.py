@@ -13,6 +13,7 @@ Writes frontier.png, frontier.md (the table) and every run's folder into --out. 
 stopped. All runs of DPO and KTO share one file of reference log-probs.
 """
 import importlib
+import math
 import os
 import sys
 import time
@@ -97,7 +98,7 @@ def draw(points: dict, start: float, best: list, path: str):
     from plot import COLOURS, import_pyplot, save
     figure, panel = import_pyplot().subplots(figsize=(7, 4.6))
     farthest = max(kl for row in points.values() for _, values in row for *_, kl in values)
-    best = best + [(max(farthest, best[-1][0]), best[-1][1])]  # more KL is no use
+    best = [*best, (max(farthest, best[-1][0]), best[-1][1])]  # more KL is no use
     panel.plot(*zip(*best), "--", color="#777777", linewidth=1.4, label="best possible")
     panel.plot(0, start, "*", color="black", markersize=11, clip_on=False, label="reference", zorder=5)
     for method, colour, marker in zip(METHODS, COLOURS, MARKERS):
@@ -105,9 +106,12 @@ def draw(points: dict, start: float, best: list, path: str):
         if seeds:
             reward, kl = ([mean(values[i]) for values in seeds] for i in (0, 2))
             reward_std, kl_std = ([spread(values[i]) for values in seeds] for i in (0, 2))
-            panel.errorbar(kl, reward, reward_std, kl_std, color=colour, marker=marker, markersize=6, linewidth=1.2,
-                           elinewidth=0.9, markeredgecolor="white", label=METHODS[method][0])
-    panel.set_xlabel("KL(policy || reference), nats per answer")
+            panel.errorbar(kl, reward, reward_std, kl_std, color=colour, marker=marker, markersize=6, linewidth=1.3,
+                           elinewidth=0.9, markeredgecolor="white", zorder=3, label=METHODS[method][0])
+    panel.set_xscale("function", functions=(np.sqrt, np.square))  # much happens at small KL
+    panel.set_xlim(left=0)
+    panel.set_xticks([0, 0.1, 0.5, *range(1, math.ceil(farthest) + 1)])
+    panel.set_xlabel("KL(policy || reference), nats per answer (square-root scale)")
     panel.set_ylabel("true reward")
     panel.legend(loc="lower right")
     figure.tight_layout()
