@@ -75,8 +75,14 @@ def work(folder: str, parallel: str, batch_size: int, steps: int, load_only: boo
         args, before = dpo.settle(args), private_gib()
         threading.Thread(target=watch, args=(peaks,), daemon=True).start()
         model = dpo.load_model(args.model, device, args, trains=True)
+        peak = max(peaks) - before
         ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is not the model's
-        result = {"peak": max(peaks) - before, "after": private_gib() - before,
+        loaded, optimizer = private_gib() - before, torch.optim.AdamW(model.parameters())
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        optimizer.step()
+        ctypes.CDLL(None).malloc_trim(0)
+        result = {"peak": peak, "loaded": loaded, "trained": private_gib() - before,
                   "model": sum(p.numel() * 4 for p in model.parameters()) / 2**30}
     else:
         ends, write = [], dpo.Log.write
@@ -120,12 +126,14 @@ def main():
         return work(folder, parallel, int(batch_size), int(steps), load_only == "True")
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name), sizes)
-        print("| loading | processes | model, float32 GiB | peak private GiB a process | after |")
-        print("|---|---|---|---|---|")
+        print("| private GiB | processes | loading, peak | loaded | arithmetic | after AdamW | arithmetic |")
+        print("|---|---|---|---|---|---|---|")
         for n in sizes.processes:
             for parallel in ("fsdp", "ddp"):
                 found = launch(n, name, parallel, sizes.batch_size, sizes.steps, True)
-                print(f"| {parallel} | {n} | {found['model']:.2f} | {found['peak']:.2f} | {found['after']:.2f} |")
+                size = found["model"] / (n if parallel == "fsdp" else 1)
+                print(f"| {parallel} | {n} | {found['peak']:.2f} | {found['loaded']:.2f} | {size:.2f} | "
+                      f"{found['trained']:.2f} | {4 * size:.2f} |")
         ways = {(n, parallel, batch): [] for n in sizes.processes for parallel in ("fsdp", "ddp")
                 for batch in {sizes.batch_size: 0, sizes.batch_size * n: 0}}
         if not sizes.rounds:
