@@ -363,7 +363,8 @@ def draw_others(train: list[Row], held: list[Row], max_length: int, seed: int) -
     """Gives every row its y', once for all epochs; held-out rows get an answer from the training rows."""
     partners, n = derange([row.prompt for row in train], seed), len(train)
     for i, row in enumerate(held):
-        partners.append(next(j for j in partners[i % n:n] + partners[:n] if train[j].prompt != row.prompt))
+        turned = (partners[(i + t) % n] for t in range(n))
+        partners.append(next(j for j in turned if train[j].prompt != row.prompt))
     others = [train[j].completion for j in partners]
     rows = [row._replace(other=y[:max_length - len(row.prompt)]) for row, y in zip(train + held, others)]
     cut = sum(row.other != y for row, y in zip(rows, others))
