@@ -427,8 +427,9 @@ class ReferenceCache(Mapping):
         it is not called if nothing is missing."""
         if path and Path(path).exists():
             self.load(path)
-        missing = sum(len(completions) for _, completions in self.missing(groups, tokens_per_forward))
-        if {*exchange(missing)} != {missing}:
+        parts = self.missing(groups, tokens_per_forward)
+        missing, digest = sum(len(ys) for _, ys in parts), hashlib.sha256(repr(parts).encode()).digest()
+        if {*exchange(digest)} != {digest}:
             raise BadInput(f"the processes know different log-probs: do all of them read the same {path}?")
         if missing:
             try:
@@ -531,6 +532,8 @@ class ReferenceCache(Mapping):
             for prompt, scored in table.items():
                 if len(prompt) % 4 or any(len(y) % 4 or len(y) != memoryview(z).nbytes for y, z in scored.items()):
                     raise BadInput("its lengths do not match")
+                if not all(np.isfinite(np.frombuffer(z, np.float32)).all() for z in scored.values()):
+                    raise BadInput("it holds a log-prob that is not finite")
         except Exception as error:  # whatever a damaged or hostile file provokes
             raise BadInput(f"{path} cannot be used, {one_line(error)}: delete it, or name another") from None
         for prompt, scored in table.items():
@@ -632,6 +635,8 @@ def checkpoint_digest(folder: str, base: str = "") -> str:
     digest = hashlib.sha256((json.dumps(config, sort_keys=True) + base).encode())
     files = sorted(Path(folder).glob(f"{kind}model*.safetensors"))
     for file in files or [Path(folder) / f"{kind}model.safetensors"]:  # without any: FileNotFoundError
+        if not file.is_file() and file.exists():
+            raise BadInput(f"{file} is no regular file")
         digest.update(np.memmap(file, np.uint8, "r"))
     return digest.hexdigest()[:32]
 

@@ -25,18 +25,21 @@ Metrics   reward, reward_std: over all samples, before clipping and KL | rewards
           the clip, without gradient | loss | grad_norm before clipping (these three of the step's last update) | lr |
           num_tokens so far, a prompt counted once. eval_*: held out; eval_score: mean of --score.
 """
-import glob
+import csv
 import gzip
 import hashlib
 import importlib
+import io
 import json
 import math
 import os
+import pickletools
 import re
 import shutil
 import signal
 import sys
 import time
+import warnings
 import zipfile
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
@@ -134,6 +137,7 @@ from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
+from safetensors import SafetensorError  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 from transformers import AutoTokenizer, logging, set_seed  # noqa: E402
@@ -177,37 +181,46 @@ def refusing(what: str):
     """Turns any exception raised in this block into a BadInput error, except BadInput, Skip and out of memory."""
     try:
         yield
-    except (Exception, SystemExit) as error:
-        if isinstance(error, (BadInput, Skip)) or out_of_memory(error):
+    except BaseException as error:  # a panic in Rust is no Exception
+        if isinstance(error, (BadInput, Skip, KeyboardInterrupt, GeneratorExit)) or out_of_memory(error):
             raise
         raise BadInput(f"{what}: {one_line(error)}") from error
 
 
 def read_rows(source: str) -> list[tuple[str, dict]]:
     """The rows of a file or a hub dataset NAME[:CONFIG][:SPLIT], each with its place: [("x.jsonl line 3", {..})]."""
-    zipped = source.lower().endswith(".gz")
     kind, is_file, rows = Path(source.lower().removesuffix(".gz")).suffix[1:], Path(source).is_file(), []
     known = kind in ("jsonl", "json", "csv", "parquet")
     refuse(known and not is_file, f"{source}: there is no such file")
-    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet, or with .gz then")
-    if kind == "jsonl":  # by hand, so that an error can name the line
-        with refusing(f"cannot read {source}"):
-            data = gzip.decompress(Path(source).read_bytes()) if zipped else Path(source).read_bytes()
-        for n, line in enumerate(data.split(b"\n"), 1):
-            with refusing(f"cannot read {source} line {n}"):
-                if line.strip():
-                    rows.append((f"{source} line {n}", {} | json.loads(line)))  # only an object can be joined to one
-        return rows
-    with refusing(f"cannot read {source} (only .jsonl does without `pip install datasets`)"):
-        import datasets
-        import huggingface_hub
-        name, *rest = [kind] if is_file else source.split(":")
-        split, files = rest.pop() if rest else "train", [glob.escape(source)] if is_file else None
-        if not is_file and not huggingface_hub.constants.HF_HUB_OFFLINE:
-            huggingface_hub.HfApi().dataset_info(name, timeout=5)  # if nobody answers, datasets tries for half a minute
-        options = {"index_col": False} if name == "csv" else {}  # else a cell too many shifts the columns
-        table = datasets.load_dataset(name, *rest, split=split, data_files=files, **options)
-        return [(f"{source} row {n}", row) for n, row in enumerate(table, 1)]
+    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet, and .gz perhaps")
+    with refusing(f"cannot read {source} (.parquet and hub data need `pip install datasets`)"):
+        if not is_file:
+            import datasets
+            import huggingface_hub
+            name, *rest = source.split(":")
+            split = rest.pop() if rest else "train"
+            if not huggingface_hub.constants.HF_HUB_OFFLINE:
+                huggingface_hub.HfApi().dataset_info(name, timeout=5)  # datasets tries half a minute if nobody answers
+            rows = datasets.load_dataset(name, *rest, split=split)
+        elif kind == "parquet":
+            import pyarrow.parquet  # files not through datasets: its cache may be stale, and it changes values
+            rows = pyarrow.parquet.read_table(source).to_pylist()
+        else:
+            with (gzip.open if source.lower().endswith(".gz") else open)(source, "rb") as file:
+                if kind == "csv":
+                    rows = list(csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True))
+                    refuse(any(None in row for row in rows), "a row has more cells than the header", ValueError)
+                elif kind == "json" and file.read(100).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
+                    file.seek(0)
+                    rows = json.load(file)
+                else:
+                    file.seek(0)
+                    for n, line in enumerate(file, 1):
+                        with refusing(f"cannot read {source} line {n}"):
+                            if line.strip():
+                                rows.append((f"{source} line {n}", {} | json.loads(line)))  # {} | x: only an object
+                    return rows
+        return [(f"{source} row {n}", {} | row) for n, row in enumerate(rows, 1)]
 
 
 def text_of(row: dict, name: str, where: str) -> str | list[dict]:
@@ -358,6 +371,7 @@ def adapter_base(folder: str) -> str | None:
     if not file.exists():
         return None
     with refusing(f"cannot read {file}"):
+        refuse(not file.is_file(), "it is no regular file", ValueError)
         base = find_folder(json.loads(file.read_text())["base_model_name_or_path"])
         refuse((Path(base) / "adapter_config.json").exists(), f"{folder}'s base is an adapter too: merge that first")
         return base
@@ -410,8 +424,10 @@ def load_model(folder: str, device: str, args, trains: bool = False):
             refuse(config.is_prompt_learning, f"{folder} is no LoRA adapter")
             config.lora_dropout = args.lora_dropout
             if base:
-                model = peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
-                                                       use_safetensors=True)
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("error", message="Found missing adapter keys")  # which would be noise
+                    model = peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                                           use_safetensors=True)
             else:
                 model = peft.get_peft_model(model, config)
                 for module in model.modules():  # again in float32: peft drew them in the model's dtype
@@ -455,7 +471,10 @@ def save_model(model, tokenizer, out: Path, args):
         return
     for folder in (out / ".model", out / "model"):
         shutil.rmtree(folder, ignore_errors=True)  # of this run, killed when it had nothing left but to finish
-    model.save_pretrained(out / ".model", state_dict=state)
+    try:
+        model.save_pretrained(out / ".model", state_dict=state)
+    except SafetensorError as error:  # what safetensors makes of a full disk
+        raise OSError(f"cannot write {out / 'model'}: {one_line(error)}") from error
     tokenizer.save_pretrained(out / ".model")
     for path in (out / ".model").iterdir():
         with open(path, "rb") as file:
@@ -494,7 +513,7 @@ def stop_tokens(model, tokenizer) -> list[int]:
     """The ids that end a completion: the tokenizer's EOS, and what the model's generation config names."""
     ends = base_model(model).generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    return sorted({tokenizer.eos_token_id, *ends} - {None})
+    return sorted({end for end in (tokenizer.eos_token_id, *ends) if isinstance(end, int)})
 
 
 @torch.no_grad()
@@ -680,6 +699,7 @@ def settle(args):
                 "label_smoothing", "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k", "beta"}
     logging.disable_progress_bar()  # transformers': one per file is noise
     args = replace(args, **{name: str(value) for name, value in vars(args).items() if isinstance(value, Path)})
+    refuse(not args.out, "--out is empty: name a folder")
     args = replace(args, out=os.path.expanduser(args.out))
     for name, hint in get_type_hints(type(args)).items():
         value = vars(args)[name]
@@ -734,7 +754,7 @@ def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
     rise = round(warmup * steps)
     if step <= rise:
         return step / rise
-    left = (steps - step + 1) / (steps - rise)  # 1 .. 1 / (steps − rise)
+    left = (steps - step + 1) / max(1, steps - rise)  # 1 .. 1 / (steps − rise)
     return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[schedule]
 
 
@@ -744,6 +764,11 @@ def claim(out: Path, inputs: list):
         refuse(Path(path).resolve().is_relative_to(out.resolve()), f"--out {out} holds {path}, an input: name another")
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
         out.mkdir(parents=True, exist_ok=True)
+        new = processes()[0] == 0 and not (out / ".lock").exists() and not (out / "checkpoint.pt").exists()
+        for path in (out / name for name in ("checkpoint.pt", METRICS, SAMPLES, "args.json", ".model")):
+            wrong = path.is_symlink() or path.exists() and path.is_file() == (path.name == ".model")
+            refuse(wrong, f"{path} is no file of a run: name another --out")
+            refuse(new and path.exists(), f"{path} is there already, and no run has been here: name another --out")
         return FileLock(out / ".lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
 
 
@@ -755,7 +780,10 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
     flags = {name: value for name, value in asdict(args).items() if name not in skipped}
     weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
     digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
-    return {**flags, **weights, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
+    identity = {**flags, **weights, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
+    differing = [name for theirs in exchange(identity) for name in identity if theirs[name] != identity[name]]
+    refuse(differing, f"the processes differ in {differing[:1]}: give all of them the same command and files")
+    return identity
 
 
 def save_checkpoint(out: Path, step: int, identity: dict, **objects):
@@ -783,7 +811,13 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
         refuse((out / "model").exists(), f"{out / 'model'} is there already: name another --out")
         return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}}
     with refusing(f"{path} is damaged (delete it to start anew)"):
-        refuse(zipfile.ZipFile(path).testzip(), "its checksum does not match", ValueError)  # torch.load looks at none
+        archive = zipfile.ZipFile(path)
+        refuse(any(entry.compress_type for entry in archive.infolist()), "it is compressed", ValueError)  # a bomb?
+        refuse(archive.testzip(), "its checksum does not match", ValueError)  # torch.load looks at none
+        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+        for opcode, name, _ in pickletools.genops(pickled):  # bytearray(10 ** 10) would pass weights_only
+            allowed = r"collections OrderedDict|torch._utils _rebuild_tensor_v2|torch \w+Storage"
+            refuse("GLOBAL" in opcode.name and not re.fullmatch(allowed, str(name)), f"it holds {name}", ValueError)
         state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)  # processes share its memory
         refuse(type(state["step"]) is not int or state["step"] < 0, "its step is no number", ValueError)
         for name, mine in identity.items():
@@ -848,7 +882,7 @@ class Log:
             return
         for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
             with open(self.out / name, "a") as file:
-                file.writelines(json.dumps(line) + "\n" for line in lines)
+                file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
         for name in values if self.board else ():
             self.board.add_scalar(name, values[name], values["step"])
 
@@ -874,7 +908,7 @@ def report(log: Log):
     if processes()[0]:
         return
     first, last = log.history[0], log.history[-1]
-    samples = [row for row in read_lines(log.out / SAMPLES) if row["held_out"]]
+    samples = [row for row in read_lines(log.out / SAMPLES) if row.get("held_out")]
     before, after = ([row for row in samples if row["step"] == values["step"]] for values in (first, last))
     for old, new in list(zip(before, after))[:3]:
         prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
@@ -900,7 +934,7 @@ def command_line(args):
             sys.stderr = sys.__stderr__
         if out_of_memory(error):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        elif isinstance(error, dist.DistError) or "gloo" in sentence:
+        elif isinstance(error, dist.DistError) or "gloo/transport" in sentence:
             sentence = "another process has ended: the same command goes on from the last checkpoint"
         elif not isinstance(error, (BadInput, Stopped, OSError, KeyboardInterrupt)):
             raise
@@ -994,6 +1028,8 @@ def check(args: Args):
     refuse(args.k < 2, "--k must be at least 2: a sample is compared with its siblings")
     refuse(args.lora_dropout and args.updates_per_rollout > 1,
            "--lora_dropout makes every forward another policy: leave it out, or --updates_per_rollout")
+    refuse(not args.beta and (args.sync_reference or args.ref_model != args.model),
+           "--beta 0 has no reference: leave out --ref_model and --sync_reference")
     refuse(not low < high, "--reward_clip is the lowest reward, then the highest")
     refuse(args.top_p > 1 or args.clip_eps >= 1, "--top_p is at most 1, and --clip_eps less")
     refuse(args.max_new_tokens >= args.max_length, "--max_length is of prompt and sample: lower --max_new_tokens")
@@ -1027,6 +1063,8 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
     with claim(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
         identity = identify(args, train + held, folders)
         state = read_checkpoint(out, identity)
+        longer = state["step"] > steps or "policy" not in state and 0 < state["step"] < steps
+        refuse(longer, f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
         if state["step"] and "policy" not in state:
             print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
             return read_lines(out / METRICS)
