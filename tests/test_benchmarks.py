@@ -54,7 +54,7 @@ def test_hh_gives_a_row_for_every_way(tmp_path):
                  "--new_tokens", "4", "--seeds", "0")
     for way in ("dpo", "trl dpo", "kto", "trl kto", "rloo"):
         assert f"\n| {way} | " in said
-    assert "rloo, eval_reward" in said
+    assert "rloo, reward of samples" in said
 
 
 @needs_trl
