@@ -30,7 +30,6 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Literal
 
 import tyro
 
@@ -59,7 +58,7 @@ ROLLOUTS = {"rloo 256+16, k=2": (256, 16, 2), "rloo 256+16, k=8": (256, 16, 8), 
 @dataclass
 class Args:
     shapes: tuple[str, ...] = ()  # of SHAPES; none: the first two on a CPU, the next two on a GPU
-    works: tuple[Literal["reference", "dpo", "kto", "rloo"], ...] = ("reference", "dpo", "kto", "rloo")
+    works: tuple[str, ...] = ("reference", "dpo", "kto", "rloo")  # as in the table, or how its names begin: "rloo 32"
     data: str | None = None  # .jsonl with prompt, chosen and rejected as strings; None: rows of preference-like lengths
     pairs: int = 64  # of the data: the first ones that fit into max_length
     max_length: int = 512  # tokens of a row
@@ -322,7 +321,7 @@ def main(args: Args):
     if missing := [name for name in ("trl", "peft", "datasets") if importlib.util.find_spec(name) is None]:
         sys.exit(f"{Path(__file__).name} needs {', '.join(missing)}: pip install trl==1.16.0 peft datasets")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "trl"))
-    works = [name for work in args.works for name in (ROLLOUTS if work == "rloo" else [work])]
+    works = [name for name in ("reference", "dpo", "kto", *ROLLOUTS) if name.startswith(args.works)]
     with tempfile.TemporaryDirectory() as folder:
         args = replace(args, folder=folder)
         machine = start(args, "look", "-", "-", 0)

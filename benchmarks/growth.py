@@ -3,9 +3,10 @@
     python benchmarks/growth.py         # some minutes of one core
     python benchmarks/growth.py --tiny  # does it run?
 
-Each line is a work, with CPU seconds of one thread per size, the lowest of --repeats; the exponent e of seconds ~
-size^e over all sizes, then over the last two (1 is linear); and of works by rows the MiB that Python had allocated at
-most, with its exponent. Every row has a prompt of its own. A step is completion_logprobs, forward and backward.
+Each line is a work, with CPU seconds of one thread per size, the lowest of --repeats (or of what fits into 10 s); the
+exponent e of seconds ~ size^e over all sizes, then over the last two (1 is linear); and of works by rows the MiB that
+Python had allocated at most for up to 10,000 rows, with its exponent. Every row has a prompt of its own. A step is
+completion_logprobs, forward and backward.
 """
 import contextlib
 import io
@@ -49,18 +50,20 @@ def measure(name: str, sizes: tuple, prepare, args: Args, by_rows: bool = False)
     for size in sizes:
         with contextlib.redirect_stdout(io.StringIO()):
             work, times = prepare(size), []
-            for _ in range(args.repeats):
+            while len(times) < args.repeats and sum(times) < 10:  # enough for what is slow
                 begin = time.process_time()
                 work()
                 times.append(time.process_time() - begin)
             seconds.append(min(times))
-            if by_rows:
+            if by_rows and size <= 10_000:  # it slows the work down
                 tracemalloc.start()
                 work()
                 peaks.append(tracemalloc.get_traced_memory()[1] / 2**20)
                 tracemalloc.stop()
 
-    def exponent(costs, first): return math.log(costs[-1] / costs[first]) / math.log(sizes[-1] / sizes[first])
+    def exponent(costs, first):
+        return math.log(costs[-1] / costs[first]) / math.log(sizes[len(costs) - 1] / sizes[range(len(costs))[first]])
+
     cells = ", ".join(f"{size:,}: {cost:.3g} s" for size, cost in zip(sizes, seconds))
     memory = f"{peaks[-1]:,.0f} MiB, {exponent(peaks, 0):.2f}" if by_rows else ""
     print(f"| {name} | {cells} | {exponent(seconds, 0):.2f}, {exponent(seconds, -2):.2f} | {memory} |", flush=True)
@@ -87,7 +90,7 @@ def main(args: Args):
 
     def load(rows):
         def text(n): return " ".join(rng.choice(words, n))
-        pairs = [dict(prompt=f"{i} {text(40)}", chosen=" a " + text(20), rejected=" b " + text(20)) for i in range(rows)]
+        pairs = [dict(prompt=f"{i} {text(8)}", chosen=f" a {text(4)}", rejected=f" b {text(4)}") for i in range(rows)]
         path = Path(folder.name) / f"{rows}.jsonl"
         path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
         return lambda: dpo.load_rows(str(path), tokenizer, 1024, dpo.Args())
