@@ -2,7 +2,7 @@
 
     pip install trl==1.16.0 peft datasets                                     # needed only here
     python benchmarks/against_trl.py --data pairs.jsonl                       # without --data: invented rows
-    python benchmarks/against_trl.py --works dpo kto --steps 30 --rounds 1    # losses of 30 steps
+    python benchmarks/against_trl.py --works dpo kto --steps 30 --rounds 1    # the losses of 30 steps
     python benchmarks/against_trl.py --tiny                                   # does it run?
 
 reference   log-probs of the frozen model: ReferenceCache.score; precompute_ref_log_probs of DPOTrainer; and HALOs' pass
@@ -67,7 +67,7 @@ class Args:
     batch_size: int = 4  # pairs of a DPO step, half the rows of a KTO step, prompts of an RLOO step
     reference_batch: int = 8  # pairs in a forward of TRL's and HALOs' reference pass
     lr: float = 1e-4
-    eps: float = 1e-3  # AdamW's; with 1e-8 the first updates are lr · sign(gradient), and rounding decides some signs
+    eps: float = 1e-3  # AdamW's; at 1e-8 the first updates are nearly lr · sign(gradient), which can amplify rounding
     tiny: bool = False  # does it run?
     job: tuple[str, str, str, int] | None = None  # side, shape, work and round of this process; main() sets it
     folder: str = ""  # of models and data; main() sets it
