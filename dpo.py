@@ -592,7 +592,6 @@ def fill_cache(folder: str, tokenizer, groups: list, device: str, args) -> Refer
     """The reference's log-probs of all groups: from the file, and for the rest from the model, which is then gone."""
     cache = ReferenceCache(reference=digest_of(folder), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
     path = args.ref_cache or f"{args.out}/reference_logprobs.pkl"
-    refuse(Path(path).name in (METRICS, SAMPLES, "args.json", "checkpoint.pt"), f"--ref_cache {path}: another name")
     scored = cache.fill(lambda: load_model(folder, device, args), groups, args.tokens_per_forward, args.dtype, path)
     print(f"reference: {scored} completions scored, the others known from {path}")
     return cache
@@ -960,6 +959,8 @@ def check(args: Args):
     moves = args.humanline or args.sync_reference
     refuse(moves and losses <= {"simpo", "sft"}, "this --loss has no reference that could move")
     refuse(args.ref_cache and args.ref != "cache", "--ref_cache is for --ref cache: leave one out")
+    other = Path(args.ref_cache or "").name in (METRICS, SAMPLES, "args.json", "checkpoint.pt")
+    refuse(other, f"--ref_cache {args.ref_cache} is another file of a run: choose another name")
     refuse(args.humanline and args.ref != "swap", "--humanline needs a reference that moves: add --ref swap")
     refuse(args.humanline and "aot" in losses, "--humanline clamps log-ratios, --loss aot has none: use aot_unpaired")
     refuse(args.humanline and not args.humanline[0] < 0 < args.humanline[1], "--humanline: a number below 0, one above")

@@ -153,7 +153,7 @@ def reference(args: Args):
         while rows:
             n = max(1, args.tokens_per_forward // (len(rows[0][0]) + len(rows[0][1][0])))
             batch, rows = rows[:n], rows[n:]
-            torch.cat(sum(refcache._forward(model, batch, lay_out_padded), [])).cpu()
+            torch.cat(sum(refcache.forward(model, batch, lay_out_padded), [])).cpu()
 
     def ours():
         ReferenceCache().fill(lambda: model, groups, args.tokens_per_forward)
@@ -185,7 +185,7 @@ def step(args: Args):
                     peaks[name] = torch.cuda.max_memory_allocated() / 2**30
 
             ways = {"usual": lambda: stacked(model, groups),
-                    "padded": lambda: torch.cat(sum(refcache._forward(model, groups, lay_out_padded), [])),
+                    "padded": lambda: torch.cat(sum(refcache.forward(model, groups, lay_out_padded), [])),
                     "refcache": lambda: torch.cat(sum(completion_logprobs(model, groups, 10**9), []))}
             seconds = timed({name: partial(run, name, way) for name, way in ways.items()}, args.repeats)
             usual, padded, ours = (median(times) for times in seconds.values())

@@ -65,6 +65,16 @@ def test_fill_reads_its_file_and_refuses_another_before_any_scoring(tmp_path):
         ReferenceCache(**HEADER).fill(None, GROUPS, path="/proc/nothing/cache.pkl")
 
 
+def test_a_log_prob_that_is_not_finite_is_refused(tmp_path):
+    cache = filled()
+    prompt, scored = next(iter(cache.table.items()))
+    y = next(iter(scored))
+    scored[y] = np.full(len(y) // 4, np.nan, np.float32).tobytes()
+    cache.save(tmp_path / "cache.pkl")
+    with pytest.raises(BadInput, match="not finite"):
+        loaded(tmp_path / "cache.pkl")
+
+
 @pytest.fixture(scope="module")
 def whole():
     return filled()

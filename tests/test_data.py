@@ -6,6 +6,7 @@ import csv
 import gzip
 import importlib
 import json
+import os
 import random
 import re
 import sys
@@ -373,12 +374,32 @@ def test_files_that_cannot_be_read_are_named(load, tmp_path, name, words):
         load(tmp_path / name)
 
 
-def test_only_jsonl_does_without_the_datasets_package(load, tmp_path, monkeypatch):
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+def test_files_of_text_do_without_the_datasets_package(load, tmp_path, monkeypatch, suffix):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert len(load([TEXT])) == 1
-    for source in (write_as(tmp_path / "rows.csv", ROWS), "some/dataset"):
-        with pytest.raises(BadInput, match="pip install datasets"):
-            load(source)
+    assert len(load(write_as(tmp_path / f"rows.{suffix}", ROWS))) == len(ROWS)
+    with pytest.raises(BadInput, match="pip install datasets"):
+        load("no/file")
+
+
+@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
+def test_a_file_that_was_replaced_is_read_anew_although_its_time_is_the_same(tmp_path, suffix):
+    for answer in (" good.", " better!"):
+        path = write_as(tmp_path / f"rows.{suffix}", [dict(TEXT, chosen=answer)])
+        os.utime(path, (1, 1))
+        assert dpo.read_rows(str(path))[0][1]["chosen"] == answer
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
+def test_values_are_read_as_they_are_written(tmp_path, suffix):
+    row = dict(TEXT, prompt="NA", answer="00123", date="2024-01-01", none="None", number="1.10")
+    assert dpo.read_rows(str(write_as(tmp_path / f"rows.{suffix}", [row])))[0][1] == row
+
+
+def test_cells_beyond_the_header_are_refused_also_if_every_row_has_them(tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,chosen,rejected\np, good, bad, and more\nq, good, bad, and more\n")
+    with pytest.raises(BadInput, match="more cells than the header"):
+        dpo.read_rows(str(tmp_path / "rows.csv"))
 
 
 @pytest.mark.parametrize("source, asked", [

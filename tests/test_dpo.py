@@ -2,11 +2,13 @@
 import gc
 import json
 import math
+import os
 import shutil
 import sys
 import weakref
 from copy import deepcopy
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -528,6 +530,7 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     (dict(humanline=(-1.0, 1.5)), "--ref swap"),
     (dict(humanline=(0.5, 1.5), ref="swap", ref_cache=None), "--humanline"),
     (dict(humanline=(-1.0, 1.5), ref="swap", ref_cache=None, loss=("aot",)), "aot_unpaired"),
+    (dict(out=""), "--out"), (dict(ref_cache="x/metrics.jsonl"), "--ref_cache"),
     (dict(sync_mix=0.5), "--sync_reference"), (dict(ref="swap"), "--ref_cache"),
     (dict(lora_alpha=8.0), "--lora_r"), (dict(lora_target="q_proj"), "--lora_r"),
     (dict(lr=-1.0), "--lr"), (dict(lr="1e-3"), "--lr"), (dict(lr=math.inf), "--lr"), (dict(warmup=1.5), "--warmup"),
@@ -575,6 +578,45 @@ def test_steps_0_fills_the_cache_for_a_job_on_another_machine(script, folder, tm
     assert [line["step"] for line in script.main(replace(two, steps=2))] == [0, 1, 2]
     assert loaded == [dict(trains=True)], "the second machine never loads the reference"
     assert [line["step"] for line in script.main(replace(one, steps=2))] == [0, 1, 2], "the same --out goes on"
+
+
+def test_a_schedule_that_is_all_warmup_ends():
+    assert [lr_factor(step, 2, 1.0, "linear") for step in (1, 2, 3)] == [0.5, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "args.json", ".model"])
+@pytest.mark.parametrize("kind", ["file", "link", "fifo"])
+def test_files_of_somebody_else_in_the_output_folder_are_refused_and_stay(arguments, tmp_path, name, kind):
+    out, theirs = tmp_path / "out", tmp_path / "theirs"
+    out.mkdir()
+    theirs.mkdir()
+    (theirs / "file").write_text("precious")
+    if kind == "link":
+        (out / name).symlink_to(theirs if name == ".model" else theirs / "file")
+        (out / ".lock").touch()  # also if a run has been here
+    elif kind == "fifo":
+        os.mkfifo(out / name)
+    elif name == ".model":
+        shutil.copytree(theirs, out / name)
+    else:
+        shutil.copy(theirs / "file", out / name)
+    with pytest.raises(BadInput, match=f"{name} is .*name another --out"):
+        dpo.main(arguments(out=str(out)))
+    assert (theirs / "file").read_text() == "precious" and os.path.lexists(out / name)
+
+
+def test_values_that_are_no_json_are_written_as_text(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    log = dpo.Log(tmp_path, False)
+    log.write({"step": 0}, [{"prompt": [{"role": "user", "content": "x", "time": datetime(2024, 1, 1)}]}])
+    assert "2024-01-01 00:00:00" in (tmp_path / "samples.jsonl").read_text()
+
+
+def test_a_name_with_gloo_in_it_is_no_end_of_another_process(monkeypatch, capsys):
+    monkeypatch.setattr(dpo, "main", lambda args: dpo.refuse(True, "igloo/pairs.jsonl: there is no such file"))
+    with pytest.raises(SystemExit):
+        dpo.command_line(None)
+    assert "igloo/pairs.jsonl: there is no such file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [dict(merge=True), dict(lora_dropout=0.1)])

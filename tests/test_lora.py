@@ -9,6 +9,7 @@ import pytest
 import torch
 from runs import (  # noqa: F401
     BOTH, FOLDER, GROUPS, LORA, TOKENIZER, adapt, distance, load, logits, logprobs, run, same, save, settle, tiny)
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import dpo
@@ -173,6 +174,15 @@ def one_sentence(error):
 def test_unknown_target_is_refused(run):
     with pytest.raises(BadInput, match="--lora_target no_such_layer") as error:
         run(lora_r=4, lora_target="no_such_layer")
+    assert one_sentence(error)
+
+
+def test_an_adapter_that_lacks_a_weight_is_refused(run):
+    folder = adapt("lacking", seed=5)
+    path = Path(folder) / "adapter_model.safetensors"
+    save_file(dict(list(load_file(path).items())[1:]), path)
+    with pytest.raises(BadInput, match="missing adapter keys") as error:
+        run(model=folder, ref="swap")
     assert one_sentence(error)
 
 

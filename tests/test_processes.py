@@ -12,6 +12,7 @@ import time
 import traceback
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -281,13 +282,22 @@ def test_runs_go_on_with_the_same_or_another_number_of_processes(name, before, a
 
 # ---- Faults ---------------------------------------------------------------------------------------------------------
 
+def test_processes_that_read_different_rows_are_refused():
+    args = arguments("dpo", ref="none")
+
+    def train():
+        dpo.main(replace(args, data=args.eval_data) if os.environ["RANK"] == "1" else args)
+
+    with pytest.raises(BadInput, match="the processes differ in .*rows"):
+        in_processes(2, train)
+
+
 def test_different_cache_files_are_refused(tmp_path):
     def fill():
         dist.init_process_group()
         cache = ReferenceCache()
-        if refcache.processes()[0] == 0:
-            cache.score_alone = cache.table.setdefault(refcache.bytes_of((8, 3)), {})
-            cache.score_alone[refcache.bytes_of((77, 21, 4, 96))] = bytes(16)
+        prompt, y = ((8, 3), (77, 21, 4, 96)) if refcache.processes()[0] else ((8, 3, 71, 14), (9, 9))  # equally many
+        cache.table[refcache.bytes_of(prompt)] = {refcache.bytes_of(y): bytes(4 * len(y))}
         cache.fill(lambda: make("llama"), GROUPS, path=tmp_path / "c.pkl")
 
     with pytest.raises(BadInput, match="do all of them read the same"):
@@ -295,6 +305,8 @@ def test_different_cache_files_are_refused(tmp_path):
 
 
 def test_a_number_that_is_not_finite_on_one_process_stops_all():
+    args = arguments("dpo", batch_size=5)
+
     def diverge():
         measure = dpo.measure
 
@@ -304,7 +316,7 @@ def test_a_number_that_is_not_finite_on_one_process_stops_all():
 
         dpo.measure = broken
         try:
-            dpo.main(arguments("dpo", batch_size=5))
+            dpo.main(args)
         except dpo.Stopped as error:
             return str(error)
 

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -403,7 +404,16 @@ def cut(share):
     return lambda path: path.write_bytes(path.read_bytes()[:int(share * path.stat().st_size)])
 
 
+def compress(path):
+    with zipfile.ZipFile(path) as old:
+        parts = {name: old.read(name) for name in old.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name, data in parts.items():
+            new.writestr(name, data)
+
+
 DAMAGES = {
+    "a compressed archive": compress, "memory for the asking": change(epochs=bytearray(99)),
     "empty": cut(0), "truncated": cut(0.5), "almost whole": cut(0.999), "a bit flipped in a tensor": flip_bit,
     "a bare pickle bomb": lambda path: path.write_bytes(pickle.dumps(Bomb(path.parent / "boom"))),
     "a pickle bomb": lambda path: torch.save(torch.load(path) | {"optimizer": Bomb(path.parent / "boom")}, path),
@@ -417,8 +427,15 @@ DAMAGES = {
     "a policy tensor of another shape": change_tensor("policy"),
     "an optimizer tensor of another shape": change_tensor("optimizer"),
 }
-QUICK = {"truncated", "a bit flipped in a tensor", "a pickle bomb", "a string for a step",
-         "a policy tensor of another shape"}
+QUICK = {"a compressed archive", "memory for the asking", "truncated", "a bit flipped in a tensor", "a pickle bomb",
+         "a string for a step", "a policy tensor of another shape"}
+
+
+def test_fewer_steps_than_a_run_has_made_are_refused(flags_of, copied):
+    """With a constant schedule other --steps are allowed, as long as they are more."""
+    state = torch.load(copied / "checkpoint.pt")
+    with pytest.raises(BadInput, match="name another --out"):
+        start("dpo", flags_of("dpo", copied) | dict(steps=state["step"] - 1, schedule="constant"))
 
 
 @pytest.mark.parametrize("kind", [pytest.param(x, marks=[] if x in QUICK else [pytest.mark.slow]) for x in DAMAGES])

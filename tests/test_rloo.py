@@ -496,6 +496,7 @@ BROKEN = "broken.py:broken"
     (dict(temperature=0.0), "--temperature"), (dict(temperature=NAN), "--temperature"), (dict(top_p=2.0), "--top_p"),
     (dict(top_p=0.0), "--top_p"), (dict(top_k=-1), "--top_k"), (dict(beta=-1.0), "--beta"), (dict(beta=NAN), "--beta"),
     (dict(ref="none"), "--ref"), (dict(ref="live", sync_reference=1), "--sync_reference"),
+    (dict(beta=0.0, sync_reference=1), "--beta 0"), (dict(beta=0.0, ref_model="demo"), "--beta 0"),
     (dict(clip_eps=1.0), "--clip_eps"), (dict(lr=1e38), "--lr"), (dict(max_length=12), "--max_length"),
     (dict(max_new_tokens=256), "--max_new_tokens|too few rows"),
     (dict(updates_per_rollout=0), "--updates_per_rollout"), (dict(rollout_tokens=0), "--rollout_tokens"),
