@@ -1034,7 +1034,7 @@ def main(args: Args) -> list[dict]:
         if args.ref in ("swap", "live"):
             reference = hold_reference(folders, policy, device, args)
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=args.lr,
-                                      weight_decay=args.weight_decay, fused=device == "cuda")
+                                      weight_decay=args.weight_decay, fused=True)
         scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, max(1, steps), args.warmup, args.schedule))
         changing = dict(policy=policy, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference or args.humanline else {}

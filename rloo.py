@@ -1079,7 +1079,7 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
         refuse(args.mask_truncated and not stop_tokens(policy, tokenizer),
                "--mask_truncated leaves every sample out: neither model nor tokenizer names a token that ends one")
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=args.lr,
-                                      weight_decay=args.weight_decay, fused=device == "cuda")
+                                      weight_decay=args.weight_decay, fused=True)
         scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, max(1, steps), args.warmup, args.schedule))
         changing = dict(policy=policy, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference else {}
