@@ -223,6 +223,25 @@ def test_readme_names_only_files_that_exist():
     assert names and not [name for name in names if not (ROOT / name).exists()]
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/change_it.md", "benchmarks/README.md"])
+def test_every_link_leads_to_a_file_and_a_heading_that_exist(page):
+    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text()):
+        if not target.startswith("http"):
+            name, _, heading = target.partition("#")
+            file = (ROOT / page).parent / name if name else ROOT / page
+            assert file.exists(), target
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.M) if heading else []
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert not heading or heading in slugs, target
+
+
+@pytest.mark.slow
+def test_the_output_that_the_readme_quotes_is_what_the_demo_prints(tmp_path):
+    quoted = re.search(r"python dpo.py .*?\n\n(held out.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    done = subprocess.run([sys.executable, ROOT / "dpo.py", "--out", tmp_path], capture_output=True, text=True)
+    assert quoted in done.stdout
+
+
 # ---- A script on its own --------------------------------------------------------------------------------------------
 
 
