@@ -126,6 +126,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
 ]
 EQUIVALENT = {  # text -> why nothing can notice
     "attention_mask=(ids >= 0).long()), sources": "padding is on the right, where no causal attention looks",
+    'if getattr(config, "attn_logit_softcapping", None):': "only transformers 5.17 lets sdpa drop the softcap",
     "if core._is_stateful or not layers": "the probe refuses recurrent models, too",
     "            os.fsync(file.fileno())\n": "only a power cut shows it",
 }
