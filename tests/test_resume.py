@@ -361,7 +361,7 @@ def test_every_flag_is_part_of_the_identity_but_those_of_files_and_speed(script)
     module = SCRIPTS[script]
     args = module.settle(module.Args(model=MODEL, data="rows.jsonl"))
     free = {"model", "ref_model", "reward_model", "data", "eval_data", "out", "ref_cache", "save_every", "tensorboard",
-            "tokens_per_forward", "rollout_tokens", "gradient_checkpointing"}
+            "tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "parallel"}
     assert {name for name in vars(args)} - set(module.identify(args, [], {})) == free & set(vars(args))
 
 
