@@ -193,7 +193,7 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     known = kind in ("jsonl", "json", "csv", "parquet")
     refuse(known and not is_file, f"{source}: there is no such file")
     refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet, and .gz perhaps")
-    with refusing(f"cannot read {source} (.parquet and hub data need `pip install datasets`)"):
+    with refusing(f"cannot read {source}" + " (needs `pip install datasets`)" * (not is_file or kind == "parquet")):
         if not is_file:
             import datasets
             import huggingface_hub
@@ -423,6 +423,9 @@ def load_model(folder: str, device: str, args, trains: bool = False):
             refuse(base and lora, f"{folder} is an adapter already: leave out --lora_r")
             refuse(config.is_prompt_learning, f"{folder} is no LoRA adapter")
             config.lora_dropout = args.lora_dropout
+            for name, module in model.named_modules():
+                if name.endswith(tuple(config.modules_to_save or ())):
+                    module.float()  # peft copies it, and a copy in bfloat16 would round what the adapter has learnt
             if base:
                 with warnings.catch_warnings():
                     warnings.filterwarnings("error", message="Found missing adapter keys")  # which would be noise
@@ -776,14 +779,14 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
     """What must be the same for a run to go on and end with the same bits: flags, rows, weights."""
     digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # whatever path names them
     speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard", "parallel"}
-    skipped = digested | speed | {"out", "ref_cache", *(("steps", "epochs") if args.schedule == "constant" else ())}
-    flags = {name: value for name, value in asdict(args).items() if name not in skipped}
+    may_differ = speed | ({"steps", "epochs"} if args.schedule == "constant" else set())
+    flags = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
     weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
     digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
-    identity = {**flags, **weights, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
-    differing = [name for theirs in exchange(identity) for name in identity if theirs[name] != identity[name]]
+    mine = {**flags, **weights, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
+    differing = [name for theirs in exchange(mine) for name in mine if theirs[name] != mine[name]]
     refuse(differing, f"the processes differ in {differing[:1]}: give all of them the same command and files")
-    return identity
+    return {name: value for name, value in mine.items() if name not in may_differ}
 
 
 def save_checkpoint(out: Path, step: int, identity: dict, **objects):

@@ -177,6 +177,19 @@ def test_unknown_target_is_refused(run):
     assert one_sentence(error)
 
 
+@pytest.mark.parametrize("config", [{}, dict(modules_to_save=["lm_head"]), dict(modules_to_save=["embed_tokens"]),
+                                    dict(use_dora=True)], ids=str)
+def test_an_adapter_is_loaded_bit_for_bit_onto_a_base_that_was_saved_in_bfloat16(config):
+    base = save(AutoModelForCausalLM.from_pretrained(tiny()).bfloat16(), "base in bfloat16")
+    folder = adapt(f"on bfloat16 {config}", base=base, **config)
+    saved = load_file(f"{folder}/adapter_model.safetensors")
+    with torch.no_grad():
+        saved = {name: tensor.float() + 1e-5 * torch.rand(tensor.shape) for name, tensor in saved.items()}
+    save_file(saved, f"{folder}/adapter_model.safetensors")
+    loaded = peft.get_peft_model_state_dict(load(folder, trains=True))
+    assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
 def test_an_adapter_that_lacks_a_weight_is_refused(run):
     folder = adapt("lacking", seed=5)
     path = Path(folder) / "adapter_model.safetensors"
