@@ -195,7 +195,8 @@ def refusing(what: str):
     except BaseException as error:  # a panic in Rust is no Exception
         if isinstance(error, (BadInput, Skip, KeyboardInterrupt, GeneratorExit)) or out_of_memory(error):
             raise
-        raise BadInput(f"{what}: {one_line(error)}") from error
+        missing = isinstance(error, ModuleNotFoundError)
+        raise BadInput(f"{what}: " + (f"needs `pip install {error.name}`" if missing else one_line(error))) from error
 
 
 def read_rows(source: str) -> list[tuple[str, dict]]:
@@ -204,7 +205,8 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     known = kind in ("jsonl", "json", "csv", "parquet")
     refuse(known and not is_file, f"{source}: there is no such file")
     refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet, and .gz perhaps")
-    with refusing(f"cannot read {source}" + " (needs `pip install datasets`)" * (not is_file or kind == "parquet")):
+    most = 2**20 + 300 * os.path.getsize(source) if is_file else 0  # bytes: more is a bomb
+    with refusing(f"cannot read {source}"):
         if not is_file:
             import datasets
             import huggingface_hub
@@ -215,22 +217,25 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
             rows = datasets.load_dataset(name, *rest, split=split)
         elif kind == "parquet":
             import pyarrow.parquet  # files not through datasets: its cache may be stale, and it changes values
-            rows = pyarrow.parquet.read_table(source).to_pylist()
+            for batch in pyarrow.parquet.ParquetFile(source).iter_batches(1000):
+                rows += batch.to_pylist()
+                most -= batch.nbytes
+                refuse(most < 0, "it holds much more than its size", ValueError)
         else:
             with (gzip.open if source.lower().endswith(".gz") else open)(source, "rb") as file:
-                if kind == "csv":
-                    rows = list(csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True))
-                    refuse(any(None in row for row in rows), "a row has more cells than the header", ValueError)
-                elif kind == "json" and file.read(100).lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
-                    file.seek(0)
-                    rows = json.load(file)
-                else:
-                    file.seek(0)
-                    for n, line in enumerate(file, 1):
-                        with refusing(f"cannot read {source} line {n}"):
-                            if line.strip():
-                                rows.append((f"{source} line {n}", {} | json.loads(line)))  # {} | x: only an object
-                    return rows
+                text = b"".join(iter(lambda: file.read(min(2**20, most + 1 - file.tell())), b""))
+                refuse(len(text) > most, "it holds much more than its size", ValueError)
+            if kind == "csv":
+                rows = list(csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""), strict=True))
+                refuse(any(None in row for row in rows), "a row has more cells than the header", ValueError)
+            elif kind == "json" and text[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
+                rows = json.loads(text)
+            else:
+                for n, line in enumerate(io.BytesIO(text), 1):
+                    with refusing(f"cannot read {source} line {n}"):
+                        if line.strip():
+                            rows.append((f"{source} line {n}", {} | json.loads(line)))  # {} | x: only an object
+                return rows
         return [(f"{source} row {n}", {} | row) for n, row in enumerate(rows, 1)]
 
 
@@ -518,9 +523,8 @@ def load_model(folder: str, device: str, args, trains: bool = False):
     refuse(trains and (args.merge or args.lora_dropout) and not base and not lora,
            "--merge and --lora_dropout are for adapters: add --lora_r, or leave them out")
     if base or lora:
-        with refusing("LoRA adapters need `pip install peft`"):
+        with refusing(f"cannot load the adapter {folder}" if base else f"--lora_r, --lora_target {args.lora_target}"):
             import peft
-        with refusing(f"cannot load the adapter {folder}" if base else f"--lora_target {args.lora_target}"):
             target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
             config = peft.PeftConfig.from_pretrained(folder) if base else peft.LoraConfig(
                 task_type="CAUSAL_LM", r=lora, lora_alpha=args.lora_alpha or 2 * lora, target_modules=target)
@@ -600,7 +604,7 @@ def hold_reference(folders: dict[str, str], policy, device: str, args):
 def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function. The one place that runs a user's code, because the user asks for it."""
     with refusing(f"cannot load {spec} as FILE.py:FUNCTION"):
-        file, name = spec.rsplit(":", 1)
+        file, name = os.path.expanduser(spec).rsplit(":", 1)
         sys.path.insert(0, str(Path(file).resolve().parent))  # it may import its neighbours, and multiprocessing it
         module = importlib.import_module(Path(file).stem)
         refuse(not Path(module.__file__).samefile(file), f"{module.__file__} has its name: rename one", ImportError)
@@ -661,31 +665,38 @@ def settle(args):
     may_be_0 = {"lr", "weight_decay", "samples", "steps", "eval_size", "warmup", "seed", "lora_dropout",
                 "label_smoothing", "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k", "beta"}
     logging.disable_progress_bar()  # transformers': one per file is noise
-    args = replace(args, **{name: str(value) for name, value in vars(args).items() if isinstance(value, Path)})
+    args = replace(args, **{name: os.path.expanduser(value) for name, value in vars(args).items()
+                            if isinstance(value, (str, Path))})
     refuse(not args.out, "--out is empty: name a folder")
-    args = replace(args, out=os.path.expanduser(args.out))
     for name, hint in get_type_hints(type(args)).items():
         value = vars(args)[name]
         with refusing(f"--{name} cannot be {value!r}"):  # main() may be called without a command line
             check_type(value, hint)
             wrong = type(value) in (int, float) and not (0 <= value < 1e18 and (value or name in may_be_0))
             refuse(wrong, "it must be a number above 0", ValueError)
+    refuse_unused(args, {
+        "lora_alpha": ("--lora_r", args.lora_r), "lora_target": ("--lora_r", args.lora_r),
+        "ref_model": ("a reference", args.ref != "none"), "sync_mix": ("--sync_reference", args.sync_reference),
+        "sync_reference": ("--ref swap, the reference that can move", args.ref == "swap"),
+        "eval_size": ("--data without --eval_data", not args.eval_data), "score": ("--samples", args.samples)})
     if args.model is None and args.data is None:
         demo = {name: os.path.relpath(Path(__file__).parent / path) for name, path in DEMO.items()}
         refuse(not Path(demo["model"]).exists(), "there is no demo/ beside this script: give --model and --data")
         demo |= {"lr": 2e-4, "reward": (demo.get("reward"),)}
         args = replace(args, **{name: value for name, value in demo.items() if vars(args).get(name, 0) in (None, ())})
     refuse(not args.model or not args.data, "--model and --data go together: give both, or neither for the demo")
-    refuse(not args.lora_r and (args.lora_alpha or args.lora_target != "all-linear"),
-           "--lora_alpha and --lora_target need --lora_r")
     refuse(args.merge and args.save_dtype != "float32", "--merge would round what was measured: save float32")
-    refuse(args.sync_mix != 1 and not args.sync_reference, "--sync_mix is for --sync_reference: leave it out")
     refuse(max(args.warmup, args.lora_dropout, args.sync_mix) > 1, "--warmup, --lora_dropout, --sync_mix: at most 1")
-    refuse(args.sync_reference and args.ref != "swap", "--sync_reference needs --ref swap: no other reference moves")
-    refuse(args.ref == "none" and args.ref_model, "--ref none uses no --ref_model: leave one out")
     auto = "bfloat16" if torch.cuda.is_available() else "float32"
     return replace(args, lr=1e-6 if args.lr is None else args.lr, dtype=auto if args.dtype == "auto" else args.dtype,
                    ref_model=args.ref_model or args.model)
+
+
+def refuse_unused(args, only_for: dict[str, tuple]):
+    """{flag: (what it is for, whether that is here)}: refuses a flag that would do nothing."""
+    for name, (what, used) in only_for.items():
+        changed = vars(args)[name] != vars(type(args))[name]  # from its default
+        refuse(changed and not used, f"--{name} is for {what}: leave it out, or change that")
 
 
 class Stopped(RuntimeError):
@@ -833,8 +844,10 @@ class Log:
 
     def __init__(self, out: Path, tensorboard: bool):
         self.out, self.history, self.board = out, read_lines(out / METRICS), None
+        numbers = all(isinstance(value, (int, float)) for line in self.history for value in line.values())
+        refuse(not numbers, f"{out / METRICS} is damaged, name another --out")
         if tensorboard and processes()[0] == 0:
-            with refusing("--tensorboard needs `pip install tensorboard`"):
+            with refusing("--tensorboard"):
                 from torch.utils.tensorboard import SummaryWriter
             self.board = SummaryWriter(out)
 
@@ -871,11 +884,12 @@ def report(log: Log):
     if processes()[0]:
         return
     first, last = log.history[0], log.history[-1]
-    samples = [row for row in read_lines(log.out / SAMPLES) if row.get("held_out")]
-    before, after = ([row for row in samples if row["step"] == values["step"]] for values in (first, last))
-    for old, new in list(zip(before, after))[:3]:
-        prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
-        print(f"\n{prompt}\n  before  {old['completion']}\n  after   {new['completion']}")
+    with refusing(f"the model is saved, but {log.out / SAMPLES} is damaged"):
+        samples = [row for row in read_lines(log.out / SAMPLES) if row.get("held_out")]
+        before, after = ([row for row in samples if row["step"] == values["step"]] for values in (first, last))
+        for old, new in list(zip(before, after))[:3]:
+            prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
+            print(f"\n{prompt}\n  before  {old['completion']}\n  after   {new['completion']}")
     names = ("eval_loss", "eval_reward", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score")
     print(f"\n{'held out':28}{'before':>8}{'after':>8}")
     for name in names:
@@ -895,7 +909,9 @@ def command_line(args):
         if int(os.environ.get("RANK", 0)) and not isinstance(error, Stopped):  # all processes are Stopped together
             time.sleep(3)  # if the first process has the same to say, torchrun ends this one meanwhile
             sys.stderr = sys.__stderr__
-        if out_of_memory(error):
+        if isinstance(error, MemoryError):  # Python's or numpy's: not the model's forwards
+            sentence += ": this machine has too little memory"
+        elif out_of_memory(error):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
         elif isinstance(error, dist.DistError) or "gloo/transport" in sentence:
             sentence = "another process has ended: the same command goes on from the last checkpoint"
@@ -981,15 +997,15 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 
 
 def check(args: Args):
-    weights = args.desirable_weight, args.undesirable_weight
+    refuse_unused(args, {
+        "ref_cache": ("--ref cache", args.ref == "cache"), "humanline": ("--ref swap", args.ref == "swap"),
+        "desirable_weight": ("losses without --balance", not args.balance),
+        "undesirable_weight": ("losses without --balance", not args.balance)})
     refuse(not args.beta, "--beta must be above 0")
-    refuse(args.ref_cache and args.ref != "cache", "--ref_cache is for --ref cache: leave one out")
     other = Path(args.ref_cache or "").name in (METRICS, SAMPLES, "args.json", "checkpoint.pt")
     refuse(other, f"--ref_cache {args.ref_cache} is another file of a run: choose another name")
-    refuse(args.humanline and args.ref != "swap", "--humanline needs a reference that moves: add --ref swap")
     refuse(args.humanline and not args.humanline[0] < 0 < args.humanline[1], "--humanline: a number below 0, one above")
-    refuse(args.balance and weights != (1, 1), "--balance sets the weights: leave them out")
-    refuse(not all(weights), "--*_weight must be above 0")
+    refuse(not args.desirable_weight * args.undesirable_weight, "--*_weight must be above 0")
 
 
 def main(args: Args) -> list[dict]:
@@ -1038,11 +1054,12 @@ def main(args: Args) -> list[dict]:
             reference = hold_reference(folders, policy, device, args)
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=args.lr,
                                       weight_decay=args.weight_decay, fused=True)
-        scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, max(1, steps), args.warmup, args.schedule))
-        changing = dict(policy=policy, optimizer=optimizer, scheduler=scheduler)  # what a checkpoint holds
+        changing = dict(policy=policy, optimizer=optimizer)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference or args.humanline else {}
         restore(out, state, **changing)
         done = saved = state["step"]
+        scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, max(1, steps), args.warmup, args.schedule),
+                             last_epoch=done - 1)
         if args.ref == "cache" and processes()[1] > 1 and steps * batch_size < 4 * len(train):  # few epochs: it pays
             # to keep only the log-probs of this process's micro-batches
             batches = [held, *(batch_rows(step, train, batch_size, args.seed) for step in range(done + 1, steps + 1))]

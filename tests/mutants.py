@@ -141,6 +141,8 @@ def tests(folder: str, *names) -> bool:
 
 def main():
     chosen, alive, began = sys.argv[1:], [], time.time()
+    if not tests(str(ROOT)):
+        sys.exit("the quick suite fails without any fault: nothing can be learnt")
     for number, (file, names, old, new) in enumerate(MUTANTS):
         if chosen and str(number) not in chosen and not any(word in old for word in chosen if not word.isdigit()):
             continue
@@ -148,7 +150,8 @@ def main():
         if text.count(old) != 1:
             sys.exit(f"mutant {number}: {old!r} stands {text.count(old)} times in {file}")
         with tempfile.TemporaryDirectory() as folder:
-            shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".git", "out", "__pycache__"))
+            left_out = shutil.ignore_patterns(".git", "out", "__pycache__")
+            shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=left_out)
             (Path(folder) / file).write_text(text.replace(old, new))
             lives = tests(folder, f"tests/{names}.py") and tests(folder)
         known = EQUIVALENT.get(old, "")

@@ -227,6 +227,10 @@ def test_a_chat_that_is_too_long_is_dropped_even_with_truncate(load, capsys):
 def test_answers_that_leave_no_room_for_a_prompt_are_dropped_even_with_truncate(load, capsys):
     assert len(load([TEXT, dict(TEXT, chosen=" and so on" * 50)], limit=60, truncate=True)) == 1
     assert "1 dropped: longer than 60 tokens" in capsys.readouterr().out
+    tokenizer = byte_level(("<s>",))  # <s> alone is no prompt
+    limit = len(load([TEXT], tokenizer)[0].chosen)
+    assert len(load([TEXT, dict(prompt="a", chosen="b", rejected="c")], tokenizer, limit, truncate=True)) == 1
+    assert f"1 dropped: longer than {limit} tokens" in capsys.readouterr().out
 
 
 # ---- Rows that are left out, and rows that are refused --------------------------------------------------------------
@@ -332,13 +336,32 @@ def test_a_damaged_compressed_file_is_refused(load, tmp_path):
         load(tmp_path / "rows.jsonl.gz")
 
 
+def repeated(path, n):
+    """A file of n equal rows, which is small although they are not."""
+    line = json.dumps({"prompt": "x" * 2**15, "chosen": "a", "rejected": "b"}).encode() + b"\n"
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(line * n))
+    else:
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list([json.loads(line)] * n).to_parquet(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz", "rows.csv.gz", "rows.parquet"])
+def test_a_file_that_unpacks_to_much_more_than_its_size_is_refused(load, tmp_path, name):
+    path = repeated(tmp_path / name, 1000)
+    assert path.stat().st_size < 2**25 / 320
+    with pytest.raises(BadInput, match=f"cannot read .*{name}: .*much more than its size"):
+        load(path)
+
+
 def test_a_name_that_is_no_file_is_refused_at_once_if_no_hub_answers(load, monkeypatch):
     pytest.importorskip("datasets")
     hub = importlib.import_module("huggingface_hub")
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub.HfApi, "dataset_info", lambda *_, **__: (_ for _ in ()).throw(ConnectionError("nobody")))
     monkeypatch.setattr(importlib.import_module("datasets"), "load_dataset", None)
-    with pytest.raises(BadInput, match="cannot read some/name .*nobody"):
+    with pytest.raises(BadInput, match="cannot read some/name: .*nobody"):
         load("some/name")
 
 

@@ -498,7 +498,8 @@ def test_tensorboard_gets_the_metrics(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
     run(tensorboard=True, steps=1)
     assert {("eval_loss", 0), ("loss", 1), ("eval_loss", 1)} <= set(written)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(BadInput, match="pip install tensorboard"):
         run(tensorboard=True, steps=1)
 
@@ -540,7 +541,11 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     (dict(beta=math.nan), "--beta"), (dict(batch_size=0), "--batch_size"), (dict(steps=-1), "--steps"),
     (dict(steps=2.5), "--steps"), (dict(save_dtype="float16"), "--save_dtype"),
     (dict(gradient_checkpointing="no"), "--grad"),
-    (dict(score="nothing.py:f"), "nothing.py:f"), (dict(max_length=5), "too few rows"),
+    (dict(score="nothing.py:f", samples=1), "nothing.py:f"), (dict(max_length=5), "too few rows"),
+    # flags that would do nothing
+    (dict(score="nothing.py:f"), "--score"), (dict(eval_size=9), "--eval_size"), (dict(alpha=0.3), "--alpha"),
+    (dict(simpo_gamma=1.0), "--simpo_gamma"), (dict(rpo_eta=2.0), "--rpo_eta"),
+    (dict(loss=("ipo",), divergence="js"), "--divergence"),
 ])
 def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(arguments, changes, words):
     args = arguments(**changes)

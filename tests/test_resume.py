@@ -171,6 +171,14 @@ def test_resume_after_each_step_is_bitwise_equal(name, flags_of, same_as_whole, 
     same_as_whole(name, tmp_path / "out")
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_step_has_its_own_seed(name, flags_of, tmp_path, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(SCRIPTS[name], "set_seed", seeds.append)
+    start(name, flags_of(name, tmp_path / "out", samples=0, eval_data=None))
+    assert len(seeds) == len({*seeds}) == 1 + STEPS  # the first is of what comes before the steps
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_its_step_says_so_and_gives_its_handler_back(flags_of, tmp_path, number):
     handler = signal.getsignal(number)
@@ -488,7 +496,9 @@ def test_a_checkpoint_with_any_byte_changed_is_refused_or_gives_the_same_bits(st
         ("metrics.jsonl", lambda path: path.unlink()),
         ("metrics.jsonl", lambda path: path.write_text("x" + path.read_text()[1:])),
         ("metrics.jsonl", lambda path: path.write_bytes(b"\xff" + path.read_bytes()[1:])),
-        ("samples.jsonl", lambda path: path.write_text("x" + path.read_text()[1:]))))])
+        ("metrics.jsonl", lambda path: path.write_text(path.read_text().replace('"num_tokens": 1', '"num_tokens": "'))),
+        ("samples.jsonl", lambda path: path.write_text("x" + path.read_text()[1:])),
+        ("samples.jsonl", lambda path: path.write_text(path.read_text().replace('"prompt"', '"promt2"')))))])
 def test_shortened_or_damaged_log_files_are_refused_in_one_sentence(name, damage, flags_of, copied):
     damage(copied / name)
     with pytest.raises(BadInput, match=name) as error:
