@@ -225,7 +225,8 @@ def test_readme_names_only_files_that_exist():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/change_it.md", "benchmarks/README.md"])
 def test_every_link_leads_to_a_file_and_a_heading_that_exist(page):
-    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / page).read_text()):
+    text = (ROOT / page).read_text()
+    for target in [*re.findall(r"\]\(([^)]+)\)", text), *re.findall(r'src="([^"]+)"', text)]:
         if not target.startswith("http"):
             name, _, heading = target.partition("#")
             file = (ROOT / page).parent / name if name else ROOT / page
