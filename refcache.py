@@ -450,12 +450,13 @@ class ReferenceCache(Mapping):
 
     @torch.no_grad()
     def score(self, model, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0, path=None):
-        """Scores what is missing with `model`. Saves to `path` every minute, when done, and when an exception comes."""
+        """Scores what is missing with `model`. Saves to `path` every minute (less often if that takes more than 3 s), when
+        done, and when an exception comes."""
         if base_model(model) not in HEADS:
             share_prompts(model, dtype)  # before the groups are packed
         todo = self.missing(groups, tokens_per_forward if shares_prompts(model) else 0)  # 0: one row per completion
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
-        tokens, new, saved = [len(prompt) + sum(map(len, ys)) for prompt, ys in todo], {}, time.monotonic()
+        tokens, new, due = [len(prompt) + sum(map(len, ys)) for prompt, ys in todo], {}, time.monotonic() + 60
         total = sum(tokens[i] for batch in batches for i in batch)
         try:
             with eval_mode(model), tqdm(desc="reference", total=total, unit="tok", unit_scale=True) as bar:
@@ -470,9 +471,10 @@ class ReferenceCache(Mapping):
                         new[bytes_of(prompt)] = new.get(bytes_of(prompt), {}) | scored
                         self.table.setdefault(bytes_of(prompt), {}).update(scored)
                     bar.update(sum(tokens[i] for i in batch))
-                    if path and time.monotonic() - saved > 60:
+                    if path and time.monotonic() > due:
+                        began = time.monotonic()
                         self.save(path)
-                        saved = time.monotonic()
+                        due = time.monotonic() + max(60, 20 * (time.monotonic() - began))
         except BaseException:
             if path:
                 self.save(path)

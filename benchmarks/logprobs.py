@@ -113,7 +113,7 @@ def bytes_per_token(args: Args):
     groups = [draw(rng, 150_000, int(rng.integers(60, 240)), *rng.integers(20, 130, 2)) for _ in range(args.pairs)]
     tokens = sum(len(p) + sum(map(len, ys)) for p, ys in groups)
     refcache.completion_logprobs = lambda model, groups, *_: [[torch.rand(len(y)) for y in ys] for _, ys in groups]
-    refcache.micro_batches = lambda model, groups, _: [[i] for i in range(len(groups))]
+    refcache.micro_batches = lambda model, groups, *_: [[i] for i in range(len(groups))]
     cache, again = ReferenceCache(reference="a"), ReferenceCache(reference="a")
     tracemalloc.start()
     cache.score(model, groups)

@@ -1,4 +1,4 @@
-"""Every benchmark with a picture or a table of results runs, with tiny sizes."""
+"""Every benchmark runs, with tiny sizes."""
 import json
 import random
 import subprocess
@@ -19,6 +19,26 @@ def start(name, *flags):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+TINY = [
+    "logprobs exactness", "logprobs bytes --pairs 200",
+    "logprobs reference --hidden 64 --layers 1 --vocab 200 --rows 9 --repeats 1",
+    "logprobs step --hidden 64 --layers 1 --vocab 200 --tokens 50 --repeats 1",
+    "references --hidden 64 --layers 1 --words 20 --steps 2 --rounds 1", "growth --tiny",
+    "lora_memory --hidden 64 --layers 2 --rounds 1",
+    "rloo_memory --systems ours --k 2 --prompt_tokens 99 --new_tokens 8",
+    "rollouts --hidden 64 --layers 1 --vocab 500 --new_tokens 8 --rounds 1 --ways usual loop static",
+    "processes --processes 2 --hidden 64 --layers 2 --steps 3 --rounds 1", "against_trl --tiny", "demo --scripts dpo --seeds 0"]
+PEFT, TRL = {"references", "lora_memory"}, {"against_trl"}
+
+
+@pytest.mark.parametrize("line", TINY)
+def test_benchmark_runs_with_tiny_sizes(line):
+    name, *flags = line.split()
+    for package in (["peft"] if name in PEFT else ["trl"] if name in TRL else []):
+        pytest.importorskip(package)
+    assert start(name, *flags).strip()
 
 
 def is_picture(path):

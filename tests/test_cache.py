@@ -268,12 +268,20 @@ def test_pass_after_kill_is_bitwise_equal(tmp_path, whole):
     assert same(killed, whole) and {file.suffix for file in tmp_path.iterdir()} <= {".pkl", ".lock"}
 
 
-def test_long_pass_saves_once_a_minute(tmp_path, monkeypatch):
-    saves = []
-    monkeypatch.setattr(ReferenceCache, "save", lambda self, path: saves.append(len(self)))
-    monkeypatch.setattr(refcache, "time", SimpleNamespace(monotonic=count(0, 20).__next__))  # 20 seconds per look
-    ReferenceCache().fill(load_model, [((i,), [(5,)]) for i in range(30)], 1, path=tmp_path / "cache.pkl")
-    assert saves[-1] == 30 and 5 < len(saves) < 11, saves
+@pytest.mark.parametrize("seconds, fewest, most", [(0, 9, 11), (2, 9, 11), (30, 2, 4)])
+def test_long_pass_saves_once_a_minute_or_as_often_as_costs_a_twentieth(tmp_path, monkeypatch, seconds, fewest, most):
+    now, saves, score = [0], [], refcache.completion_logprobs
+    def forward(*inputs):
+        now[0] += 20
+        return score(*inputs)
+    def save(self, path):
+        now[0] += seconds
+        saves.append(len(self))
+    monkeypatch.setattr(refcache, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(refcache, "completion_logprobs", forward)
+    monkeypatch.setattr(ReferenceCache, "save", save)
+    ReferenceCache().score(load_model(), [((i,), [(5,)]) for i in range(36)], 1, path=tmp_path / "cache.pkl")
+    assert saves[-1] == 36 and fewest <= len(saves) <= most, saves
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
