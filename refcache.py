@@ -450,8 +450,7 @@ class ReferenceCache(Mapping):
 
     @torch.no_grad()
     def score(self, model, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0, path=None):
-        """Scores what is missing with `model`. Saves to `path` every minute (less often if that takes more than 3 s), when
-        done, and when an exception comes."""
+        """Scores what is missing with `model`. Saves to `path` every minute or less often, at the end, and on an error."""
         if base_model(model) not in HEADS:
             share_prompts(model, dtype)  # before the groups are packed
         todo = self.missing(groups, tokens_per_forward if shares_prompts(model) else 0)  # 0: one row per completion
