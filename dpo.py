@@ -12,13 +12,13 @@ The reference π_ref is frozen, so its log-probs are computed once, before the p
 later runs share: there are never two models in memory. --ref names other ways to hold it. The same command resumes a
 run that was stopped or killed.
 
-Data      rows `prompt, chosen, rejected`, or `chosen, rejected` that begin alike; strings or chat messages
+Data      rows `prompt, chosen, rejected`, or `chosen, rejected` with a common prefix; strings or chat messages
           ([{"role": ..., "content": ...}, ...]). Strings get the tokenizer's EOS; chats end as their template says.
           The rpo losses also need the columns `chosen_reward, rejected_reward`.
 Not here  quantized weights, tools, images.
-Shapes    B pairs in an optimizer batch; what the losses see is (B,). w is y_w, the chosen answer; l the rejected.
+Shapes    B pairs in an optimizer batch; losses take (B,). w: y_w, the chosen answer; l: y_l, the rejected one.
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens (simpo: averaged) |
-          rewards/margins: their difference | rewards/accuracies: share of pairs where it is positive, ties count 1/2 |
+          rewards/margins: their difference | rewards/accuracies: fraction of pairs where it is > 0, ties count 1/2 |
           logps/chosen, logps/rejected: log π(y|x) | humanline/unclamped: share of tokens whose log-ratio is within its
           bounds | grad_norm before clipping | lr | num_tokens so far, a prompt counted once. eval_*: on held-out pairs;
           eval_score: mean of --score.
@@ -49,7 +49,7 @@ import tyro
 
 DEMO = {"model": "demo/model", "data": "demo/pairs.jsonl", "eval_data": "demo/pairs_test.jsonl",
         "score": "demo/score.py:success"}
-TODAY = datetime(2026, 1, 1)  # what chat templates print as today: the same rows every day
+TODAY = datetime(2026, 1, 1)  # "today" in chat templates: the same rows every day
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
                "apo_zero", "apo_down", "discopop", "aot", "aot_unpaired", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo",
@@ -59,69 +59,69 @@ WHOLE_BATCH = {"aot", "aot_unpaired"}  # losses that see more than one pair at a
 
 @dataclass
 class Args:
-    model: str | None = None  # policy: checkpoint folder or hub name; None is the demo's, with its data
-    data: str | None = None  # pairs: .jsonl .json .csv .parquet, or hub NAME[:CONFIG][:SPLIT]
-    eval_data: str | None = None  # held-out pairs, in the same formats; None: eval_size prompts of data
-    eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
+    model: str | None = None  # policy: checkpoint folder or hub name; None: the demo's model and data
+    data: str | None = None  # pairs: .jsonl .json .csv .parquet, or hub NAME[[:CONFIG]:SPLIT]
+    eval_data: str | None = None  # held-out pairs, same formats; None: eval_size prompts split off data
+    eval_size: int = 128  # prompts held out of data if there is no eval_data; at most a tenth of them
     chat_template_kwargs: str = "{}"  # JSON for the chat template, such as {"enable_thinking": false}
     out: str = "out/dpo"  # folder for the model, metrics.jsonl, samples.jsonl, checkpoint.pt, reference_logprobs.pkl
 
-    ref: Literal["cache", "swap", "live", "none"] = "cache"  # reference: log-probs, weights on the CPU, a model, or 0
-    ref_model: str | None = None  # reference: checkpoint folder or hub name; None is the model itself
-    ref_cache: str | None = None  # file of reference log-probs, completed and shared; None: inside out
-    sync_reference: int | None = None  # steps after which the reference follows the policy (TR-DPO); with --ref swap
+    ref: Literal["cache", "swap", "live", "none"] = "cache"  # cached log-probs, weights on the CPU, a 2nd model, or 0
+    ref_model: str | None = None  # reference: checkpoint folder or hub name; None: same as --model
+    ref_cache: str | None = None  # file of reference log-probs, shared by runs; None: in the folder --out
+    sync_reference: int | None = None  # update the reference every so many steps (TR-DPO); needs --ref swap
     sync_mix: float = 1.0  # weight of the policy in each sync; 1 copies it
-    humanline: tuple[float, float] | None = None  # clamp every token's log-ratio (-1 1.5), sync at every step
+    humanline: tuple[float, float] | None = None  # clamp token log-ratios (e.g. -1 1.5), sync every step
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
-    lora_alpha: float | None = None  # its scale is alpha / r; None is 2 r
-    lora_dropout: float = 0.0  # of an adapter, in training steps only
-    lora_target: str = "all-linear"  # layer names, comma between them
-    merge: bool = False  # save the whole model, the adapter merged into it
+    lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
+    lora_dropout: float = 0.0  # dropout in the adapter while training
+    lora_target: str = "all-linear"  # layer names, comma-separated
+    merge: bool = False  # save the whole model, with the adapter merged
 
-    loss: tuple[Loss, ...] = ("sigmoid",)  # sigmoid is DPO; preference_loss is the table; several are added
-    loss_weights: tuple[float, ...] = ()  # of the losses; none: 1 each
-    beta: float = 0.1  # strength of the pull towards the reference; losses per token want more: sigmoid_norm 5, simpo 2
-    label_smoothing: float = 0.0  # share of pairs presumed mislabelled, for sigmoid (cDPO), robust, exo_pair and aot
+    loss: tuple[Loss, ...] = ("sigmoid",)  # sigmoid is DPO; all are in preference_loss; several are summed
+    loss_weights: tuple[float, ...] = ()  # one per loss; empty: all 1
+    beta: float = 0.1  # strength of the KL penalty; length-normalized losses need more: sigmoid_norm 5, simpo 2
+    label_smoothing: float = 0.0  # assumed fraction of flipped labels, for sigmoid (cDPO), robust, exo_pair and aot
     divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"  # f-DPO's, in losses of the margin
     alpha: float = 0.5  # of divergence alpha
     ld_alpha: float = 1.0  # LD-DPO: weight of tokens beyond the length of the pair's shorter answer
     simpo_gamma: float = 0.5  # simpo's target margin
-    rpo_eta: float = 1.0  # rpo's scale of the data's reward differences
+    rpo_eta: float = 1.0  # rpo: scales the data's reward differences
 
-    steps: int | None = None  # optimizer steps; None: as epochs says; 0: only fill the cache and evaluate
+    steps: int | None = None  # optimizer steps; None: from epochs; 0: only fill the cache and evaluate
     epochs: float = 1.0  # passes over the data
     batch_size: int = 32  # pairs per optimizer step
-    lr: float | None = None  # peak learning rate; None is 1e-6, for the demo 2e-4
+    lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    warmup: float = 0.1  # share of the steps
+    warmup: float = 0.1  # fraction of steps in which lr rises
     weight_decay: float = 0.0  # AdamW's
-    max_grad_norm: float = 1.0  # longer gradients are clipped
-    max_length: int = 1024  # tokens of prompt and answer; longer rows are dropped, and counted
-    truncate: bool = False  # cut the beginning of prompts that are strings instead
+    max_grad_norm: float = 1.0  # clip the gradient norm to this
+    max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
+    truncate: bool = False  # instead cut string prompts at their beginning
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards (auto: bfloat16 on CUDA); weights are float32
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model, whose numbers the last eval_* are
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; the last eval_* measure it
     parallel: Literal["fsdp", "ddp"] = "fsdp"  # under torchrun: weights split over the processes, or a copy in each
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
     seed: int = 0  # of data order, held-out split and samples
 
-    save_every: int = 100  # steps between checkpoints, from which the same command goes on
+    save_every: int = 100  # steps between checkpoints, from which a run resumes
     eval_every: int | None = None  # steps between evaluations; None: before and after only
-    samples: int = 64  # held-out prompts answered before and after
-    max_new_tokens: int = 128  # of such an answer
-    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, for these answers
-    show_data: bool = False  # print one example with its trained tokens marked, and stop
+    samples: int = 64  # held-out prompts to sample before and after training
+    max_new_tokens: int = 128  # per such answer
+    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, of these answers
+    show_data: bool = False  # print one example, trained tokens in [], and exit
     tensorboard: bool = False  # also write TensorBoard events
 
 
 if __name__ == "__main__":
-    if int(os.environ.get("RANK", 0)):  # under torchrun the first process speaks
+    if int(os.environ.get("RANK", 0)):  # under torchrun only rank 0 prints
         sys.stdout = sys.stderr = open(os.devnull, "w")
     given = [word.split("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")]
     for flag in {flag for flag in given if given.count(flag) > 1}:
-        print(f"{flag} is given twice: give all of its values after one {flag}", file=sys.stderr)
+        print(f"{flag} is given twice: put all values after one {flag}", file=sys.stderr)
         sys.exit(2)
     ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
 
@@ -140,14 +140,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from typeguard import check_type  # noqa: E402  comes with tyro
 from refcache import (  # noqa: E402
-    BadInput, ReferenceCache, Swap, add_up, autocast, base_model, check_agreement, checkpoint_digest,
-    completion_logprobs, context_length, eval_mode, exchange, log_ratios, micro_batches, one_line, out_of_memory,
-    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, tokenizer_digest, whole, write_whole)
+    BadInput, ReferenceCache, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
+    completion_logprobs, context_length, eval_mode, full_tensor, log_ratios, micro_batches, one_line, out_of_memory,
+    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, tokenizer_digest, write_whole)
 
 # ---- The loss -------------------------------------------------------------------------------------------------------
 
 class Batch(NamedTuple):
-    """What the losses see of B pairs, (B,) each: sums over the tokens of an answer."""
+    """Log-probs (summed over tokens) and lengths of B pairs, (B,) each."""
     logp_w: torch.Tensor  # log π(y_w|x)
     logp_l: torch.Tensor
     ratio_w: torch.Tensor  # log π(y_w|x) − log π_ref(y_w|x)
@@ -156,7 +156,7 @@ class Batch(NamedTuple):
     len_l: torch.Tensor
     score_w: torch.Tensor  # the data's chosen_reward, else 0
     score_l: torch.Tensor
-    unclamped: torch.Tensor  # share of the tokens within humanline's bounds
+    unclamped: torch.Tensor  # share of the tokens that are not clamped
 
 
 def preference_loss(loss: str, batch: Batch, args: Args) -> torch.Tensor:
@@ -169,7 +169,7 @@ def preference_loss(loss: str, batch: Batch, args: Args) -> torch.Tensor:
         "forward_kl": lambda ratio: -torch.exp((-ratio).clamp(max=88)),
         "alpha": lambda ratio: -torch.exp((-args.alpha * ratio).clamp(max=88)) / args.alpha,
     }[args.divergence]
-    margin = beta * (f_prime(ratio_w) - f_prime(ratio_l))  # of the implicit rewards
+    margin = beta * (f_prime(ratio_w) - f_prime(ratio_l))  # the argument of σ in equation 7 (f_prime is the identity)
     delta = args.rpo_eta * (score_w - score_l)  # of the data's rewards
 
     def cdpo(x): return -(1 - eps) * log_sigma(x) - eps * log_sigma(-x)
@@ -189,8 +189,8 @@ def preference_loss(loss: str, batch: Batch, args: Args) -> torch.Tensor:
         case "bco_pair": return -log_sigma(beta * ratio_w) - log_sigma(-beta * ratio_l)  # arXiv:2404.04656, not shifted
         case "sppo_hard": return (ratio_w - 0.5 / beta) ** 2 + (ratio_l + 0.5 / beta) ** 2  # arXiv:2405.00675
         case "apo_zero": return 1 - sigma(beta * ratio_w) + sigma(beta * ratio_l)  # arXiv:2408.06266
-        case "apo_down": return sigma(beta * ratio_w) + 1 - sigma(margin)  # the same
-        case "discopop":  # arXiv:2406.08414; the product with exp(−margin) is taken in logarithms: 0 · inf is no number
+        case "apo_down": return sigma(beta * ratio_w) + 1 - sigma(margin)  # same paper
+        case "discopop":  # arXiv:2406.08414; the product with exp(−margin) is taken in logarithms: 0 · inf is NaN
             return -sigma(-margin / 0.05) * log_sigma(margin) + torch.exp(log_sigma(margin / 0.05) - margin)
         case "aot": return cdpo(beta * (sort(logp_w - logp_l) - sort((logp_w - ratio_w) - (logp_l - ratio_l))))
         case "aot_unpaired": return cdpo(beta * (sort(ratio_w) - sort(ratio_l)))  # both arXiv:2406.05882: quantiles
@@ -211,7 +211,7 @@ def metrics(batch: Batch, args: Args) -> dict[str, float]:
     len_w, len_l = (batch.len_w, batch.len_l) if "simpo" in args.loss else (1, 1)  # its paper's reward is per token
     ratio_w, ratio_l = batch.ratio_w / len_w, batch.ratio_l / len_l
     difference = ratio_w - ratio_l
-    accuracy = torch.where(difference.abs() < 1e-4, 0.5, (difference > 0).float())  # equal, to rounding: one half
+    accuracy = torch.where(difference.abs() < 1e-4, 0.5, (difference > 0).float())  # ties, up to rounding: 1/2
     values = {"loss": objective(batch, args), "rewards/chosen": args.beta * ratio_w,
               "rewards/rejected": args.beta * ratio_l, "rewards/margins": args.beta * difference,
               "rewards/accuracies": accuracy, "logps/chosen": batch.logp_w, "logps/rejected": batch.logp_l}
@@ -235,7 +235,7 @@ def refusing(what: str):
     """Turns any exception raised in this block into a BadInput error, except BadInput, Skip and out of memory."""
     try:
         yield
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         if isinstance(error, (BadInput, Skip, KeyboardInterrupt, GeneratorExit)) or out_of_memory(error):
             raise
         missing = isinstance(error, ModuleNotFoundError)
@@ -247,8 +247,8 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     kind, is_file, rows = Path(source.lower().removesuffix(".gz")).suffix[1:], Path(source).is_file(), []
     known = kind in ("jsonl", "json", "csv", "parquet")
     refuse(known and not is_file, f"{source}: there is no such file")
-    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet, and .gz perhaps")
-    most = 2**20 + 300 * os.path.getsize(source) if is_file else 0  # bytes: more is a bomb
+    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet (or + .gz)")
+    most = 2**20 + 300 * os.path.getsize(source) if is_file else 0  # bytes; more is a decompression bomb
     with refusing(f"cannot read {source}"):
         if not is_file:
             import datasets
@@ -256,18 +256,18 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
             name, *rest = source.split(":")
             split = rest.pop() if rest else "train"
             if not huggingface_hub.constants.HF_HUB_OFFLINE:
-                huggingface_hub.HfApi().dataset_info(name, timeout=5)  # datasets tries half a minute if nobody answers
+                huggingface_hub.HfApi().dataset_info(name, timeout=5)  # datasets would retry for 30 s when offline
             rows = datasets.load_dataset(name, *rest, split=split)
         elif kind == "parquet":
-            import pyarrow.parquet  # files not through datasets: its cache may be stale, and it changes values
+            import pyarrow.parquet  # not datasets, whose cache may be stale and which changes values
             for batch in pyarrow.parquet.ParquetFile(source).iter_batches(1000):
                 rows += batch.to_pylist()
                 most -= batch.nbytes
-                refuse(most < 0, "it holds much more than its size", ValueError)
+                refuse(most < 0, "it unpacks to much more than its size", ValueError)
         else:
             with (gzip.open if source.lower().endswith(".gz") else open)(source, "rb") as file:
                 text = b"".join(iter(lambda: file.read(min(2**20, most + 1 - file.tell())), b""))
-                refuse(len(text) > most, "it holds much more than its size", ValueError)
+                refuse(len(text) > most, "it unpacks to much more than its size", ValueError)
             if kind == "csv":
                 rows = list(csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""), strict=True))
                 refuse(any(None in row for row in rows), "a row has more cells than the header", ValueError)
@@ -297,15 +297,15 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
 
 
 def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[int], list[list[int]]]:
-    """What the tokenizer puts in front of a text; and after that the tokens of the prompt, and of prompt + each answer.
-    Strings end with the tokenizer's EOS; chats are what their template says."""
+    """Returns the ids that the tokenizer puts before a text (BOS), and [ids of the prompt, of prompt + each answer].
+    Strings end with the tokenizer's EOS; chats as their template says."""
     front = []
     with refusing(f"{where} cannot be rendered"):  # no template, no EOS token, a template that refuses a system message
         if isinstance(prompt, str):
             end = tokenizer.eos_token
             texts = [prompt, *(prompt + answer.removesuffix(end) + end for answer in answers)]
-            a, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
-            front = whole[:next((i for i in range(len(whole)) if whole[i:i + len(a)] == a), 0)]  # BOS, a language code
+            a, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+            front = full[:next((i for i in range(len(full)) if full[i:i + len(a)] == a), 0)]  # BOS, a language code
         else:
             dated = re.sub(r"strftime_now\((['\"])(.*?)\1\)", lambda call: repr(TODAY.strftime(call[2])),
                            tokenizer.get_chat_template())  # the same rows every day
@@ -317,14 +317,14 @@ def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[i
 
 
 def common_prefix(sequences: list) -> int:
-    """How many items at their beginning all sequences have in common."""
+    """Length of the longest common prefix of the sequences."""
     differ = (n for n, items in enumerate(zip(*sequences)) if any(item != items[0] for item in items))
     return next(differ, min(map(len, sequences)))
 
 
 def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> list[tuple[tuple, list[tuple], dict]]:
     """[(prompt ids, [answer ids, ..], row), ..] of the rows that fit; parse(row, where) gives a prompt and its answers.
-    Says what it left out and why. The boundary between prompt and answer is the cache's key: it is drawn only here."""
+    Says what it left out and why. The prompt/answer boundary is part of the cache's key: it is set only here."""
     rows, kept, notes, ints = read_rows(source), [], {}, {}
     if "strftime_now" in str(tokenizer.chat_template):
         print(f"the chat template names today's date: here it is always {TODAY:%d %B %Y}")
@@ -336,11 +336,11 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
             front, ids = tokenize(tokenizer, prompt, answers, args, where)
             over = len(front) + max(map(len, ids)) - max_length
             if over > 0:
-                if not (args.truncate and isinstance(prompt, str) and over < len(ids[0])):  # of chats: the roles
+                if not (args.truncate and isinstance(prompt, str) and over < len(ids[0])):  # a chat would lose roles
                     raise Skip(f"longer than {max_length} tokens")
                 ids = [x[over:] for x in ids]
                 notes.setdefault(f"truncated to {max_length} tokens", []).append(where)
-            end = common_prefix(ids)  # a token may span the prompt's end, or a template end a lone prompt otherwise
+            end = common_prefix(ids)  # a token may cross the boundary, or a template end a lone prompt differently
             if end < len(ids[0]):
                 notes.setdefault("with a prompt cut to the tokens that prompt + answer begin with", []).append(where)
             parts = [front + ids[0][:end], *(x[end:] for x in ids[1:])]
@@ -372,19 +372,19 @@ def parse_pair(row: dict, where: str):
     end = common_prefix([chosen, rejected])
     end -= isinstance(chosen, str) and chosen[:end].endswith(" ")  # the space belongs to the answers' first tokens
     refuse(not 0 < end < min(len(chosen), len(rejected)),
-           "no column prompt, and chosen and rejected do not begin alike and then differ", Skip)
+           "no column prompt, and chosen and rejected have no common prefix, or nothing after it", Skip)
     return chosen[:end], [chosen[end:], rejected[end:]]
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
 
 class Row(NamedTuple):
-    prompt: tuple[int, ...]  # token ids: with an answer's, a key of the cache
+    prompt: tuple[int, ...]  # token ids; (prompt, completion) is a cache key
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
     score_w: float
     score_l: float
-    row: dict  # as it stands in the file
+    row: dict  # as read from the file
 
 
 def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
@@ -402,28 +402,23 @@ def groups(rows: list[Row]) -> list:
 
 # ---- Several processes: the same in dpo.py, kto.py and rloo.py ------------------------------------------------------
 
-def join_processes() -> str:
-    """Under torchrun: meets the other processes. Returns this one's device."""
+def init_processes() -> str:
+    """Joins the process group under torchrun. Returns this process's device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" in os.environ and not dist.is_initialized():
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()  # NCCL for what is on GPUs, gloo for what is on CPUs
+        dist.init_process_group()  # NCCL for GPU tensors, gloo for CPU tensors
     return device
-
-
-def any_process(here: bool, device: str) -> bool:
-    """True on all processes where it is true on one."""
-    return add_up(torch.tensor(float(here), device=device)).item() > 0
 
 
 @contextmanager
 def gathered(model):
-    """Every process has all weights in this block, if there is room on all: else each forward gathers them layer by
-    layer, and all processes must run the same number of forwards. Yields whether they must."""
+    """Unshards the model in this block if all processes have the memory. Otherwise each forward gathers layer by layer,
+    and all processes must run the same number of forwards. Yields whether they must."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     size, device = sum(p.numel() * p.element_size() for p in model.parameters()), model.device.type
-    in_step = any_process(device == "cuda" and size > 0.5 * torch.cuda.mem_get_info()[0], device)
+    in_step = any(all_gather(device == "cuda" and size > 0.5 * torch.cuda.mem_get_info()[0]))
     for module in [] if in_step else parts:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
@@ -435,12 +430,12 @@ def gathered(model):
             module.reshard()
 
 
-def whole_state(state):
-    """A state dict with the parts of all processes in it, on the first one; the others only help."""
+def full_state_dict(state):
+    """The full state dict on rank 0, gathered from all processes; None for sharded tensors on the others."""
     if isinstance(state, dict):
-        return {name: whole_state(value) for name, value in state.items()}
+        return {name: full_state_dict(value) for name, value in state.items()}
     if isinstance(state, DTensor):
-        state = whole(state)  # one tensor at a time is whole on a GPU
+        state = full_tensor(state)  # one tensor at a time is whole on a GPU
         state = state.cpu() if processes()[0] == 0 else None
     return state
 
@@ -475,7 +470,7 @@ def digest_of(folder: str) -> str:
 
 
 def load_tokenizer(folder: str):
-    """The tokenizer of a checkpoint, and the number of tokens in its longest row."""
+    """The tokenizer of a checkpoint, and the model's context length."""
     base = adapter_base(folder) or folder
     with refusing(f"cannot load the tokenizer of {folder}"):
         longest = context_length(AutoConfig.from_pretrained(base, trust_remote_code=False))
@@ -492,13 +487,13 @@ def from_checkpoint(kind, folder: str):
         model, info = kind.from_pretrained(folder, config=config, dtype="auto", use_safetensors=True,
                                            trust_remote_code=False, output_loading_info=True)
     missing = [*info["missing_keys"], *info["mismatched_keys"]]
-    refuse(missing, f"{folder} lacks weights ({missing[:1]}, ..), which would be noise: name another model")
+    refuse(missing, f"{folder} lacks weights ({missing[:1]}, ..), which would be random: name another model")
     return model
 
 
 def load_model(folder: str, device: str, args, trains: bool = False):
     """The policy if it `trains`, with a new adapter if there is --lora_r (LoRA, arXiv:2106.09685), else a frozen
-    reference. An adapter comes on its base. What trains is float32."""
+    reference. An adapter is loaded onto its base. Trained weights are float32."""
     base, lora = adapter_base(folder), args.lora_r if trains else None
     model = from_checkpoint(AutoModelForCausalLM, base or folder)
     stored = model.requires_grad_(trains and not base).dtype
@@ -523,25 +518,25 @@ def load_model(folder: str, device: str, args, trains: bool = False):
                                                            use_safetensors=True)
             else:
                 model = peft.get_peft_model(model, config)
-                for module in model.modules():  # again in float32: peft drew them in the model's dtype
+                for module in model.modules():  # init again in float32: peft used the model's dtype
                     if hasattr(module, "reset_lora_parameters"):
                         module.reset_lora_parameters("default", True)
-    if dist.is_initialized():  # before float(): until then the weights lie in the file, and take no memory
+    if dist.is_initialized():  # before float(): until then the weights are memory-mapped
         rank, ranks = processes()
-        shape = {"fsdp": (ranks,), "ddp": (ranks, 1)}[args.parallel]
-        mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "parts")[-len(shape):])
+        shape, names = ((ranks,), ("parts",)) if args.parallel == "fsdp" else ((ranks, 1), ("copies", "parts"))
+        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
         shard(model, mesh, args.dtype)
     model = model.float().eval().to(device)
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
-            module.train()  # the one dropout there is; eval_mode turns it off for all but training steps
+            module.train()  # the only dropout; eval_mode turns it off outside training steps
     if trains and args.gradient_checkpointing:
         checkpoint_layers(base_model(model))
     with refusing(f"{folder} cannot be used"):
         share_prompts(model, args.dtype)
     alone = not dist.is_initialized() and not base_model(model)._is_stateful
     if args.dtype == "bfloat16" and stored == torch.bfloat16 and alone:
-        for module in model.modules():  # autocast makes the same bits of float32 copies, in twice the memory
+        for module in model.modules():  # same bits as autocast of float32 weights, in half the memory
             if type(module) is torch.nn.Linear and not module.weight.requires_grad:
                 module.weight.data = module.weight.data.bfloat16()
     return model
@@ -559,14 +554,14 @@ def checkpoint_layers(model, use_reentrant: bool = False):
 def save_model(model, tokenizer, out: Path, args):
     """out/model as save_pretrained writes it, whole or not at all. Of a LoRA run it is the adapter, unless --merge."""
     model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
-    state = whole_state(model.to(getattr(torch, args.save_dtype)).state_dict())
+    state = full_state_dict(model.to(getattr(torch, args.save_dtype)).state_dict())
     if processes()[0]:
         return
     for folder in (out / ".model", out / "model"):
-        shutil.rmtree(folder, ignore_errors=True)  # of this run, killed when it had nothing left but to finish
+        shutil.rmtree(folder, ignore_errors=True)  # left by this run, killed just before its end
     try:
         model.save_pretrained(out / ".model", state_dict=state)
-    except SafetensorError as error:  # what safetensors makes of a full disk
+    except SafetensorError as error:  # safetensors' error on a full disk
         raise OSError(f"cannot write {out / 'model'}: {one_line(error)}") from error
     tokenizer.save_pretrained(out / ".model")
     for path in (out / ".model").iterdir():
@@ -575,19 +570,11 @@ def save_model(model, tokenizer, out: Path, args):
     os.replace(out / ".model", out / "model")
 
 
-def hold_reference(folders: dict[str, str], policy, device: str, args):
-    """Swapped in from the CPU (of a LoRA run the adapter alone: the base comes with the policy), or a second model."""
-    if args.ref == "live":
-        return nullcontext(load_model(folders["ref_model"], device, args))
-    other = folders["ref_model"] != folders["model"]
-    return Swap(policy, load_model(folders["ref_model"], "cpu", args) if other else None)
-
-
 def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function. The one place that runs a user's code, because the user asks for it."""
     with refusing(f"cannot load {spec} as FILE.py:FUNCTION"):
         file, name = os.path.expanduser(spec).rsplit(":", 1)
-        sys.path.insert(0, str(Path(file).resolve().parent))  # it may import its neighbours, and multiprocessing it
+        sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports, and for multiprocessing
         module = importlib.import_module(Path(file).stem)
         refuse(not Path(module.__file__).samefile(file), f"{module.__file__} has its name: rename one", ImportError)
         return getattr(module, name)
@@ -596,7 +583,7 @@ def load_function(spec: str) -> Callable:
 # ---- Cached reference and answers: the same in dpo.py and kto.py ----------------------------------------------------
 
 def fill_cache(folder: str, tokenizer, groups: list, device: str, args) -> ReferenceCache:
-    """The reference's log-probs of all groups: from the file, and for the rest from the model, which is then gone."""
+    """The reference's log-probs of all groups: from the file, else from the model, which is then deleted."""
     cache = ReferenceCache(reference=digest_of(folder), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
     path = args.ref_cache or f"{args.out}/reference_logprobs.pkl"
     scored = cache.fill(lambda: load_model(folder, device, args), groups, args.tokens_per_forward, args.dtype, path)
@@ -606,16 +593,16 @@ def fill_cache(folder: str, tokenizer, groups: list, device: str, args) -> Refer
 
 @torch.no_grad()
 def answer(policy, tokenizer, held: list, score: Callable | None, step: int, args) -> tuple[list[dict], dict]:
-    """Samples from the policy's own distribution, as samples.jsonl keeps them, and their mean --score."""
+    """Samples at temperature 1, as lines of samples.jsonl, and {"eval_score": their mean --score}."""
     longest, samples = context_length(policy.config) - args.max_new_tokens, []
     rows = [row for row in {row.prompt: row for row in held}.values() if len(row.prompt) <= longest][:args.samples]
     core = base_model(policy)
-    own, core.generation_config = core.generation_config, GenerationConfig()  # generate() would mix them
+    own, core.generation_config = core.generation_config, GenerationConfig()  # generate() would merge them
     ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     ends = sorted({end for end in (tokenizer.eos_token_id, *ends) if isinstance(end, int)})
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=args.max_new_tokens, pad_token_id=0,
                               eos_token_id=ends or None)
-    batches = [rows] if rows and shares_prompts(policy) else [[row] for row in rows]  # others may see padding
+    batches = [rows] if rows and shares_prompts(policy) else [[row] for row in rows]  # others may attend to padding
     with (gathered(policy) as in_step, eval_mode(policy), autocast(policy, args.dtype),
           refusing(f"cannot sample from {args.model}")):
         for batch in batches:  # all processes draw the same
@@ -642,11 +629,11 @@ def answer(policy, tokenizer, held: list, score: Callable | None, step: int, arg
 
 # ---- Flags, order, files of a run: the same in dpo.py, kto.py and rloo.py -------------------------------------------
 
-def settle(args):
-    """Fills in the flags that depend on others. Refuses what would silently mean something else."""
+def resolve_args(args):
+    """Fills in the flags that depend on others, and checks the arguments."""
     may_be_0 = {"lr", "weight_decay", "samples", "steps", "eval_size", "warmup", "seed", "lora_dropout",
-                "label_smoothing", "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k", "beta"}
-    logging.disable_progress_bar()  # transformers': one per file is noise
+                "label_smoothing", "ld_alpha", "simpo_gamma", "top_k", "beta"}
+    logging.disable_progress_bar()  # of transformers, one per file
     args = replace(args, **{name: os.path.expanduser(value) for name, value in vars(args).items()
                             if isinstance(value, (str, Path))})
     refuse(not args.out, "--out is empty: name a folder")
@@ -667,7 +654,7 @@ def settle(args):
         demo |= {"lr": 2e-4, "reward": (demo.get("reward"),)}
         args = replace(args, **{name: value for name, value in demo.items() if vars(args).get(name, 0) in (None, ())})
     refuse(not args.model or not args.data, "--model and --data go together: give both, or neither for the demo")
-    refuse(args.merge and args.save_dtype != "float32", "--merge would round what was measured: save float32")
+    refuse(args.merge and args.save_dtype != "float32", "--merge needs --save_dtype float32: rounding changes eval_*")
     refuse(max(args.warmup, args.lora_dropout, args.sync_mix) > 1, "--warmup, --lora_dropout, --sync_mix: at most 1")
     auto = "bfloat16" if torch.cuda.is_available() else "float32"
     return replace(args, lr=1e-6 if args.lr is None else args.lr, dtype=auto if args.dtype == "auto" else args.dtype,
@@ -675,7 +662,7 @@ def settle(args):
 
 
 def refuse_unused(args, only_for: dict[str, tuple]):
-    """{flag: (what it is for, whether that is here)}: refuses a flag that would do nothing."""
+    """{flag: (what it is for, whether that is used)}: BadInput for a flag without effect."""
     for name, (what, used) in only_for.items():
         changed = vars(args)[name] != vars(type(args))[name]  # from its default
         refuse(changed and not used, f"--{name} is for {what}: leave it out, or change that")
@@ -714,8 +701,8 @@ def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
     return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[schedule]
 
 
-def claim(out: Path, inputs: list):
-    """Makes the folder, and locks it: a run shares it with no other one, and with nothing that it reads."""
+def lock_folder(out: Path, inputs: list):
+    """Creates and locks the output folder. Refuses one that another run uses or that holds an input."""
     for path in inputs:
         refuse(Path(path).resolve().is_relative_to(out.resolve()), f"--out {out} holds {path}, an input: name another")
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
@@ -723,59 +710,59 @@ def claim(out: Path, inputs: list):
         new = processes()[0] == 0 and not (out / ".lock").exists() and not (out / "checkpoint.pt").exists()
         for path in (out / name for name in ("checkpoint.pt", METRICS, SAMPLES, "args.json", ".model")):
             wrong = path.is_symlink() or path.exists() and path.is_file() == (path.name == ".model")
-            refuse(wrong, f"{path} is no file of a run: name another --out")
-            refuse(new and path.exists(), f"{path} is there already, and no run has been here: name another --out")
+            refuse(wrong, f"{path} is not a file of a run: name another --out")
+            refuse(new and path.exists(), f"{path} is there already, but not from a run: name another --out")
         return FileLock(out / ".lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
 
 
 def identify(args, rows: list, folders: dict[str, str]) -> dict:
-    """What must be the same for a run to go on and end with the same bits: flags, rows, weights."""
-    digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # whatever path names them
+    """What must be equal for a bitwise-equal resume: flags, rows, weights."""
+    digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # compared by content, not by path
     speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard", "parallel"}
     may_differ = speed | ({"steps", "epochs"} if args.schedule == "constant" else set())
     flags = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
     weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
     digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
     mine = {**flags, **weights, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
-    differing = [name for theirs in exchange(mine) for name in mine if theirs[name] != mine[name]]
+    differing = [name for theirs in all_gather(mine) for name in mine if theirs[name] != mine[name]]
     refuse(differing, f"the processes differ in {differing[:1]}: give all of them the same command and files")
     return {name: value for name, value in mine.items() if name not in may_differ}
 
 
 def save_checkpoint(out: Path, step: int, identity: dict, **objects):
-    """out/checkpoint.pt: the step, and the state of whatever changes. It replaces the last one, whole or not at all."""
+    """Replaces out/checkpoint.pt atomically: the step, and the state_dict of every object that changes."""
     state = {name: dict(thing.state_dict()) for name, thing in objects.items()}
     for name, model in objects.items():
         for key, p in model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ():
             if not p.requires_grad:
                 del state[name][key]  # frozen weights are in the model's own files
-    state = whole_state(state)
+    state = full_state_dict(state)
     if processes()[0]:
         return
     sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
     state |= {"step": step, "identity": identity, "sizes": sizes}
     try:
         write_whole(out / "checkpoint.pt", lambda file: torch.save(state, file))
-    except RuntimeError as error:  # what torch.save makes of a full disk
+    except RuntimeError as error:  # torch.save's error on a full disk
         raise OSError(f"cannot write {out / 'checkpoint.pt'}: {error.__context__ or error}") from error
 
 
 def read_checkpoint(out: Path, identity: dict) -> dict:
-    """What save_checkpoint kept; runs nothing in it. Raises BadInput if it is damaged, or another run's."""
+    """Loads what save_checkpoint wrote, executing nothing in it. BadInput if it is damaged, or another run's."""
     path = out / "checkpoint.pt"
     if not path.exists():
         refuse((out / "model").exists(), f"{out / 'model'} is there already: name another --out")
         return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}}
     with refusing(f"{path} is damaged (delete it to start anew)"):
         archive = zipfile.ZipFile(path)
-        refuse(any(entry.compress_type for entry in archive.infolist()), "it is compressed", ValueError)  # a bomb?
-        refuse(archive.testzip(), "its checksum does not match", ValueError)  # torch.load looks at none
+        refuse(any(entry.compress_type for entry in archive.infolist()), "it is compressed", ValueError)  # or a bomb
+        refuse(archive.testzip(), "its checksum does not match", ValueError)  # torch.load checks none
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
         for opcode, name, _ in pickletools.genops(pickled):  # bytearray(10 ** 10) would pass weights_only
             allowed = r"collections OrderedDict|torch._utils _rebuild_tensor_v2|torch \w+Storage"
             refuse("GLOBAL" in opcode.name and not re.fullmatch(allowed, str(name)), f"it holds {name}", ValueError)
         state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)  # processes share its memory
-        refuse(type(state["step"]) is not int or state["step"] < 0, "its step is no number", ValueError)
+        refuse(type(state["step"]) is not int or state["step"] < 0, "its step is invalid", ValueError)
         for name, mine in identity.items():
             theirs = state["identity"].get(name)
             difference = f"{name} {str(theirs)[:80]!r} and not {str(mine)[:80]!r}"
@@ -784,12 +771,12 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
 
 
 def restore(out: Path, state: dict, **objects):
-    """Brings everything back to where the checkpoint left it, the log files too."""
+    """Restores the objects, and truncates the log files, to the checkpoint's step."""
     for name in (METRICS, SAMPLES):
-        with refusing(f"cannot go on with {out / name}"), open(out / name, "ab") as file:
+        with refusing(f"cannot resume {out / name}"), open(out / name, "ab") as file:
             refuse(file.tell() < state["sizes"][name], "it is shorter than it was: name another --out", ValueError)
-            file.truncate(state["sizes"][name])  # what each process does, and all at the same time
-    exchange("truncated")
+            file.truncate(state["sizes"][name])  # all processes do this, and to the same size
+    all_gather("truncated")  # a barrier: no process appends before all have truncated
     for name, thing in objects.items() if state["step"] else ():
         with refusing(f"{out / 'checkpoint.pt'} does not fit this run"):
             if isinstance(thing, torch.nn.Module):
@@ -804,11 +791,10 @@ def restore(out: Path, state: dict, **objects):
                 for i, slots in state[name]["state"].items():
                     slots |= {key: part_of(value, params[i]) for key, value in slots.items() if value.numel() > 1}
                 thing.load_state_dict(state.pop(name))
+                wrong = any(x.numel() not in (1, p.numel()) for p, slots in thing.state.items() for x in slots.values())
+                refuse(wrong, "the optimizer's state has another shape", ValueError)
             else:
                 thing.load_state_dict(state.pop(name))
-            slots = thing.state.items() if isinstance(thing, torch.optim.Optimizer) else ()
-            wrong = any(value.numel() not in (1, p.numel()) for p, values in slots for value in values.values())
-            refuse(wrong, "the optimizer's state has another shape", ValueError)
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -847,7 +833,7 @@ class Log:
 
 @contextmanager
 def interrupt():
-    """Yields a list that SIGTERM or Ctrl-C enters, so that the loop can stop after a step. The second stops at once."""
+    """Yields a list to which SIGTERM or Ctrl-C appends: the loop can stop after a step. A second one stops at once."""
     asked = []
 
     def ask(number, frame):
@@ -857,12 +843,13 @@ def interrupt():
 
     with ExitStack() as after:
         for number in (signal.SIGTERM, signal.SIGINT):
-            after.callback(signal.signal, number, signal.signal(number, ask))  # afterwards the old one is back
+            old = signal.signal(number, ask)
+            after.callback(signal.signal, number, old)  # restores the old handler
         yield asked
 
 
 def report(log: Log):
-    """What changed on held-out data, from the first line of the metrics to the last."""
+    """Prints held-out samples and metrics, before and after training."""
     if processes()[0]:
         return
     first, last = log.history[0], log.history[-1]
@@ -881,7 +868,7 @@ def report(log: Log):
 
 
 def command_line(args):
-    """Runs main(). What a person can mend is one sentence on stderr and an exit code, not a traceback."""
+    """Runs main(). An error that the user can fix prints one sentence and exits, without a traceback."""
     try:
         main(args)
         if dist.is_initialized():
@@ -889,14 +876,14 @@ def command_line(args):
     except (Exception, KeyboardInterrupt) as error:
         sentence = str(error) if isinstance(error, (BadInput, Stopped)) else one_line(error)
         if int(os.environ.get("RANK", 0)) and not isinstance(error, Stopped):  # all processes are Stopped together
-            time.sleep(3)  # if the first process has the same to say, torchrun ends this one meanwhile
+            time.sleep(3)  # if rank 0 fails with the same error, torchrun ends this one meanwhile
             sys.stderr = sys.__stderr__
         if isinstance(error, MemoryError):  # Python's or numpy's: not the model's forwards
             sentence += ": this machine has too little memory"
         elif out_of_memory(error):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
         elif isinstance(error, dist.DistError) or "gloo/transport" in sentence:
-            sentence = "another process has ended: the same command goes on from the last checkpoint"
+            sentence = "another process has died: the same command resumes from the last checkpoint"
         elif not isinstance(error, (BadInput, Stopped, OSError, KeyboardInterrupt)):
             raise
         print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)
@@ -909,8 +896,8 @@ def all_rows(parts: list[tuple], n: int) -> Batch:
     """[(places, what measure() gave for these rows), ..] of every process -> the values of all n rows, detached."""
     values = torch.zeros(len(Batch._fields), n, device=parts[0][1][0].device)
     for places, batch in parts:
-        values[:, places] = torch.stack([x.detach()[:len(places)].float() for x in batch])
-    return Batch(*(x.to(like.dtype) for x, like in zip(add_up(values), parts[0][1])))
+        values[:, places] = torch.stack([x[:len(places)].float() for x in batch])
+    return Batch(*(x.to(like.dtype) for x, like in zip(all_reduce(values), parts[0][1])))
 
 
 @torch.no_grad()
@@ -930,7 +917,7 @@ def share_of(policy, groups: list, args) -> list:
 # ---- Training -------------------------------------------------------------------------------------------------------
 
 def measure(policy, rows: list[Row], known, args: Args) -> Batch:
-    """What the losses see of some rows. `known` maps (prompt, answer) to the reference's log-probs; None is 0."""
+    """Computes the Batch of some rows. `known` maps (prompt, answer) to the reference's log-probs; None is 0."""
     pairs = groups(rows)
     logps = completion_logprobs(policy, pairs, args.tokens_per_forward, args.dtype)  # per pair [(|y_w|,), (|y_l|,)]
     ratios = log_ratios(logps, pairs, known, args.humanline)
@@ -952,7 +939,7 @@ def backward(policy, rows: list[Row], known, args: Args) -> Batch:
     if len(micros) * processes()[1] > 1 and WHOLE_BATCH.intersection(args.loss):
         others = measure_all(policy, rows, known, args)  # the other micro-batches enter the loss as constants
     for micro in micros:
-        places = micro or [0]  # no work for this process, but FSDP wants the same number of forwards from all
+        places = micro or [0]  # an empty micro-batch: FSDP needs equally many forwards in all processes
         batch = measure(policy, [rows[i] for i in places], known, args)
         index = torch.tensor(places, device=policy.device)
         seen = Batch(*(x.index_copy(0, index, y) for x, y in zip(others, batch))) if others else batch
@@ -984,21 +971,21 @@ def check(args: Args):
     refuse(not losses or len(args.loss_weights) not in (0, len(args.loss)), "--loss_weights: one number per --loss")
     refuse(not args.beta, "--beta must be above 0")
     moves = args.humanline or args.sync_reference
-    refuse(moves and losses <= {"simpo", "sft"}, "this --loss has no reference that could move")
+    refuse(moves and losses <= {"simpo", "sft"}, "this --loss uses no reference: nothing to sync")
     other = Path(args.ref_cache or "").name in (METRICS, SAMPLES, "args.json", "checkpoint.pt")
-    refuse(other, f"--ref_cache {args.ref_cache} is another file of a run: choose another name")
+    refuse(other, f"--ref_cache {args.ref_cache} is the name of another output: choose another")
     refuse(args.humanline and "aot" in losses, "--humanline clamps log-ratios, --loss aot has none: use aot_unpaired")
-    refuse(args.humanline and not args.humanline[0] < 0 < args.humanline[1], "--humanline: a number below 0, one above")
+    refuse(args.humanline and not args.humanline[0] < 0 < args.humanline[1], "--humanline: first below 0, second above")
     refuse(not args.label_smoothing < 0.5, "--label_smoothing must be below 0.5")
     refuse("exo_pair" in losses and not args.label_smoothing, "--loss exo_pair needs --label_smoothing, say 0.001")
 
 
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
-    args = settle(args)
+    args = resolve_args(args)
     check(args)
-    args = args if set(args.loss) - {"simpo", "sft"} else replace(args, ref="none")  # they have no reference
-    began, device = time.monotonic(), join_processes()
+    args = replace(args, ref="none") if set(args.loss) <= {"simpo", "sft"} else args  # they have no reference
+    began, device = time.monotonic(), init_processes()
     folders = {name: find_folder(vars(args)[name]) for name in ("model", "ref_model")}
     score = load_function(args.score) if args.score else None
     tokenizer, longest = load_tokenizer(folders["model"])
@@ -1017,35 +1004,39 @@ def main(args: Args) -> list[dict]:
     batch_size = min(args.batch_size, len(train))
     steps = math.ceil(args.epochs * len(train) / batch_size) if args.steps is None else args.steps
     out = Path(args.out)
-    with claim(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
+    with lock_folder(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
         identity = identify(args, train + held, folders)
         state = read_checkpoint(out, identity)
-        longer = state["step"] > steps or "policy" not in state and 0 < state["step"] < steps
-        refuse(longer, f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
-        if state["step"] and "policy" not in state:
+        finished = state["step"] > 0 and "policy" not in state  # the last checkpoint holds no weights
+        refuse(state["step"] > steps or finished and state["step"] < steps,
+               f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
+        if finished:
             print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
             return read_lines(out / METRICS)
         if processes()[0] == 0:
             (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
 
-        # the reference comes first: its model is gone before the policy is loaded, so that two are never in memory
+        # the reference first: its model is freed before the policy is loaded, so memory never holds both
         reference = None
         if args.ref == "cache":
             reference = fill_cache(folders["ref_model"], tokenizer, groups(train + held), device, args)
-        set_seed(args.seed % 2**32)  # of a new adapter, and of the first answers
+        set_seed(args.seed % 2**32)  # for a new adapter and the first answers
         policy = load_model(folders["model"], device, args, trains=True)
-        if args.ref in ("swap", "live"):
-            reference = hold_reference(folders, policy, device, args)
-        optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=args.lr,
-                                      weight_decay=args.weight_decay, fused=True)
+        if args.ref == "live":
+            reference = nullcontext(load_model(folders["ref_model"], device, args))
+        if args.ref == "swap":  # in a LoRA run it is the adapter alone: the base comes with the policy
+            other = folders["ref_model"] != folders["model"]
+            reference = Swap(policy, load_model(folders["ref_model"], "cpu", args) if other else None)
+        trained = [p for p in policy.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=args.weight_decay, fused=True)
         changing = dict(policy=policy, optimizer=optimizer)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference or args.humanline else {}
         restore(out, state, **changing)
         done = saved = state["step"]
-        scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, max(1, steps), args.warmup, args.schedule),
+        scheduler = LambdaLR(optimizer, lambda past: lr_factor(past + 1, max(1, steps), args.warmup, args.schedule),
                              last_epoch=done - 1)
-        if args.ref == "cache" and processes()[1] > 1 and steps * batch_size < 4 * len(train):  # few epochs: it pays
-            # to keep only the log-probs of this process's micro-batches
+        # to save memory, keep only the log-probs that this process needs; beyond 4 epochs these are nearly all
+        if args.ref == "cache" and processes()[1] > 1 and steps * batch_size < 4 * len(train):
             batches = [held, *(batch_rows(step, train, batch_size, args.seed) for step in range(done + 1, steps + 1))]
             reference.keep([group for rows in batches for group in share_of(policy, groups(rows), args)])
         log = Log(out, args.tensorboard)
@@ -1053,10 +1044,10 @@ def main(args: Args) -> list[dict]:
             answers, scored = answer(policy, tokenizer, held, score, 0, args)
             log.write({"step": 0, **evaluate(policy, held, reference, args), **scored}, answers)
         if steps == 0:
-            print("nothing is trained; the reference's log-probs are there for other runs")
+            print("--steps 0: nothing is trained; a filled cache can serve other runs")
             return log.history
         tokens, known = log.history[-1].get("num_tokens", 0), None
-        window = 1 if args.humanline else args.sync_reference or 16  # steps that one swap of the reference serves
+        window = 1 if args.humanline or args.ref in ("cache", "none") else args.sync_reference or 16  # steps per swap
         bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)
         try:
             for step in bar:
@@ -1065,18 +1056,18 @@ def main(args: Args) -> list[dict]:
                 rows = batch_rows(step, train, batch_size, args.seed)
                 first = step - (step - 1) % window
                 if known is None or step == first:
-                    ahead = range(first, min(first + window, steps + 1))
-                    ahead = [row for n in ahead for row in batch_rows(n, train, batch_size, args.seed)]
+                    window_steps = range(first, min(first + window, steps + 1))
+                    ahead = [row for n in window_steps for row in batch_rows(n, train, batch_size, args.seed)]
                     known = reference_logprobs(reference, groups(ahead), args.tokens_per_forward, args.dtype)
                 batch = backward(policy, rows, known, args)
-                grad_norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)).item()
+                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 tokens += sum(len(row.prompt) + len(row.chosen) + len(row.rejected) for row in rows)
-                values = {"step": step, **metrics(batch, args), "grad_norm": grad_norm,
+                values = {"step": step, **metrics(batch, args), "grad_norm": full_tensor(grad_norm).item(),
                           "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
                 stop_if_not_finite(values)
                 if step == 1 and reference is not None and not args.lora_dropout and args.ref_model == args.model:
                     check_agreement(torch.cat([batch.ratio_w / batch.len_w, batch.ratio_l / batch.len_l]), args.dtype)
-                done = None  # until the log is written the weights belong to no step
+                done = None  # no checkpoint between the update and its log line
                 if args.humanline:
                     reference.sync()  # before the update, as HALOs does
                 optimizer.step()
@@ -1088,8 +1079,8 @@ def main(args: Args) -> list[dict]:
                 if step == steps and args.save_dtype != "float32":
                     tqdm.write(f"before rounding to {args.save_dtype}: {evaluate(policy, held, reference, args)}")
                 if step == steps:
-                    for p in policy.parameters():  # what is evaluated is what is saved
-                        p.data.copy_(p.data.to(getattr(torch, args.save_dtype)) if p.requires_grad else p.data)
+                    for p in trained:  # what is evaluated is what is saved
+                        p.data.copy_(p.data.to(getattr(torch, args.save_dtype)))
                     answers, scored = answer(policy, tokenizer, held, score, step, args)
                     values |= scored
                 if step == steps or step % (args.eval_every or steps) == 0:
@@ -1100,18 +1091,18 @@ def main(args: Args) -> list[dict]:
                 speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
                 bar.set_postfix({"loss": values["loss"], "accuracy": values["rewards/accuracies"], "tok/s": int(speed)})
                 done = step
-                stopping = any_process(bool(signals), device)
+                stopping = any(all_gather(bool(signals)))
                 if step % args.save_every == 0 or step == steps or stopping:
                     save_checkpoint(out, step, identity, **changing)
                     saved = step
                 if stopping and step < steps:
                     raise Stopped(f"{signals[0] if signals else 'a signal to another process'}: step {step} is saved, "
-                                  "and the same command goes on there")
+                                  "run the same command to resume")
         except Exception as error:
-            alone = dist.is_initialized() and not isinstance(error, Stopped)  # the others may not be here to help
-            if done and done > saved and not alone:
+            all_here = not dist.is_initialized() or isinstance(error, Stopped)  # saving needs all processes
+            if done and done > saved and all_here:
                 save_checkpoint(out, done, identity, **changing)
-                error.add_note(f"step {done} is saved, and the same command goes on there")
+                error.add_note(f"step {done} is saved: run the same command to resume")
             raise
         save_model(policy, tokenizer, out, args)
         save_checkpoint(out, steps, identity)  # without weights: the run is finished

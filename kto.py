@@ -1,4 +1,4 @@
-"""KTO: learn from answers that someone found good or bad, one at a time.
+"""KTO: learn from single answers that are labelled good or bad.
 
 Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization, arXiv:2402.01306, equation 7:
 
@@ -9,22 +9,22 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen  # your model, your data
     torchrun --nproc_per_node=8 kto.py --model ...                              # on 8 GPUs
 
-z estimates KL(π || π_ref); no gradient flows through it. y' is the answer to another prompt. Here it is drawn once for
-every row, where the paper pairs the rows of each batch anew. So its reference log-probs are known before training, too:
-they are computed once, before the policy is loaded, and kept in a file that later runs share. --ref names other ways to
-hold the reference. The same command resumes a run that was stopped or killed.
+z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws y' anew in every
+batch; here each row keeps one y' for the whole run, so that its reference log-probs can be cached as well. They are
+computed once, before the policy is loaded, and saved in a file that other runs can use. --ref selects other ways to
+hold the reference. To resume a run that was stopped or killed, run the same command again.
 
 Data      rows `prompt, completion, label` (true or false, 1 or 0; HALOs' `output` is read as completion), or pairs
           `prompt, chosen, rejected`, which give one row of each kind; strings or chat messages. Strings get the
-          tokenizer's EOS; chats end as their template ends them.
+          tokenizer's EOS; chats end as their template says.
 Not here  quantized weights, tools, images.
-Shapes    B rows in an optimizer batch; what the losses see is (B,).
-Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of the desirable and of the others | rewards/margins:
+Shapes    B rows in an optimizer batch; the loss is (B,), one per row.
+Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins:
           their difference | rewards/accuracies: share of rows whose ρ has the sign of their label, ties count 1/2 |
           logps/chosen, logps/rejected: log π(y|x) | count/chosen, count/rejected: rows in the batch |
-          humanline/unclamped: share of tokens whose log-ratio is within its bounds | grad_norm before clipping | lr |
-          num_tokens so far, a prompt counted once. A batch of one kind has no mean of the other. eval_*: the same on
-          held-out rows; eval_score: mean of --score.
+          humanline/unclamped: share of tokens whose log-ratio is not clamped | grad_norm before clipping | lr |
+          num_tokens so far, without y'. If all rows of a batch have one label, the other label's means are missing.
+          eval_*: the same on held-out rows; eval_score: mean of --score.
 """
 import csv
 import gzip
@@ -52,71 +52,71 @@ import tyro
 
 DEMO = {"model": "demo/model", "data": "demo/feedback.jsonl", "eval_data": "demo/feedback_test.jsonl",
         "score": "demo/score.py:success"}
-TODAY = datetime(2026, 1, 1)  # what chat templates print as today: the same rows every day
+TODAY = datetime(2026, 1, 1)  # "today" in chat templates: the same rows every day
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 @dataclass
 class Args:
-    model: str | None = None  # policy: checkpoint folder or hub name; None is the demo's, with its data
-    data: str | None = None  # rows: .jsonl .json .csv .parquet, or hub NAME[:CONFIG][:SPLIT]
-    eval_data: str | None = None  # held-out rows, in the same formats; None: eval_size prompts of data
-    eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
+    model: str | None = None  # policy: checkpoint folder or hub name; None: the demo's model and data
+    data: str | None = None  # rows: .jsonl .json .csv .parquet, or hub NAME[[:CONFIG]:SPLIT]
+    eval_data: str | None = None  # held-out rows, same formats; None: eval_size prompts split off data
+    eval_size: int = 128  # prompts held out of data if there is no eval_data; at most a tenth of them
     chat_template_kwargs: str = "{}"  # JSON for the chat template, such as {"enable_thinking": false}
     out: str = "out/kto"  # folder for the model, metrics.jsonl, samples.jsonl, checkpoint.pt, reference_logprobs.pkl
 
-    ref: Literal["cache", "swap", "live"] = "cache"  # reference: log-probs, weights on the CPU, or a model
-    ref_model: str | None = None  # reference: checkpoint folder or hub name; None is the model itself
-    ref_cache: str | None = None  # file of reference log-probs, completed and shared; None: inside out
-    sync_reference: int | None = None  # steps after which the reference follows the policy (TR-DPO); with --ref swap
+    ref: Literal["cache", "swap", "live"] = "cache"  # cached log-probs, weights on the CPU, or a second model
+    ref_model: str | None = None  # reference: checkpoint folder or hub name; None: same as --model
+    ref_cache: str | None = None  # file of reference log-probs, shared by runs; None: in the folder --out
+    sync_reference: int | None = None  # update the reference every so many steps (TR-DPO); needs --ref swap
     sync_mix: float = 1.0  # weight of the policy in each sync; 1 copies it
-    humanline: tuple[float, float] | None = None  # clamp every token's log-ratio (-1 1.5), sync at every step
+    humanline: tuple[float, float] | None = None  # clamp token log-ratios (e.g. -1 1.5), sync every step
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
-    lora_alpha: float | None = None  # its scale is alpha / r; None is 2 r
-    lora_dropout: float = 0.0  # of an adapter, in training steps only
-    lora_target: str = "all-linear"  # layer names, comma between them
-    merge: bool = False  # save the whole model, the adapter merged into it
+    lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
+    lora_dropout: float = 0.0  # dropout in the adapter while training
+    lora_target: str = "all-linear"  # layer names, comma-separated
+    merge: bool = False  # save the whole model, with the adapter merged
 
-    loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired has no z
-    beta: float = 0.1  # strength of the pull towards the reference
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired: no z
+    beta: float = 0.1  # strength of the KL penalty
     desirable_weight: float = 1.0  # λ_D, the weight of desirable rows
-    undesirable_weight: float = 1.0  # λ_U, the weight of the others
-    balance: bool = False  # raise the weight of the rarer kind until both weigh the same
+    undesirable_weight: float = 1.0  # λ_U, that of undesirable rows
+    balance: bool = False  # raise the weight of the rarer label until λ_D n_D = λ_U n_U
 
-    steps: int | None = None  # optimizer steps; None: as epochs says; 0: only fill the cache and evaluate
+    steps: int | None = None  # optimizer steps; None: from epochs; 0: only fill the cache and evaluate
     epochs: float = 1.0  # passes over the data
     batch_size: int = 32  # rows per optimizer step
-    lr: float | None = None  # peak learning rate; None is 1e-6, for the demo 2e-4
+    lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    warmup: float = 0.1  # share of the steps
+    warmup: float = 0.1  # fraction of steps in which lr rises
     weight_decay: float = 0.0  # AdamW's
-    max_grad_norm: float = 1.0  # longer gradients are clipped
-    max_length: int = 1024  # tokens of prompt and answer; longer rows are dropped, and counted
-    truncate: bool = False  # cut the beginning of prompts that are strings instead
+    max_grad_norm: float = 1.0  # clip the gradient norm to this
+    max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
+    truncate: bool = False  # instead cut string prompts at their beginning
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards (auto: bfloat16 on CUDA); weights are float32
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model, whose numbers the last eval_* are
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; the last eval_* measure it
     parallel: Literal["fsdp", "ddp"] = "fsdp"  # under torchrun: weights split over the processes, or a copy in each
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
     seed: int = 0  # of data order, held-out split and samples
 
-    save_every: int = 100  # steps between checkpoints, from which the same command goes on
+    save_every: int = 100  # steps between checkpoints, from which a run resumes
     eval_every: int | None = None  # steps between evaluations; None: before and after only
-    samples: int = 64  # held-out prompts answered before and after
-    max_new_tokens: int = 128  # of such an answer
-    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, for these answers
-    show_data: bool = False  # print one example with its trained tokens marked, and stop
+    samples: int = 64  # held-out prompts to sample before and after training
+    max_new_tokens: int = 128  # per such answer
+    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, of these answers
+    show_data: bool = False  # print one example, trained tokens in [], and exit
     tensorboard: bool = False  # also write TensorBoard events
 
 
 if __name__ == "__main__":
-    if int(os.environ.get("RANK", 0)):  # under torchrun the first process speaks
+    if int(os.environ.get("RANK", 0)):  # under torchrun only rank 0 prints
         sys.stdout = sys.stderr = open(os.devnull, "w")
     given = [word.split("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")]
     for flag in {flag for flag in given if given.count(flag) > 1}:
-        print(f"{flag} is given twice: give all of its values after one {flag}", file=sys.stderr)
+        print(f"{flag} is given twice: put all values after one {flag}", file=sys.stderr)
         sys.exit(2)
     ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
 
@@ -135,23 +135,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from typeguard import check_type  # noqa: E402  comes with tyro
 from refcache import (  # noqa: E402
-    BadInput, ReferenceCache, Swap, add_up, autocast, base_model, check_agreement, checkpoint_digest,
-    completion_logprobs, context_length, eval_mode, exchange, log_ratios, micro_batches, one_line, out_of_memory,
-    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, tokenizer_digest, whole, write_whole)
+    BadInput, ReferenceCache, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
+    completion_logprobs, context_length, eval_mode, full_tensor, log_ratios, micro_batches, one_line, out_of_memory,
+    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, tokenizer_digest, write_whole)
 
 # ---- The loss -------------------------------------------------------------------------------------------------------
 
 class Batch(NamedTuple):
-    """What the losses see of B rows, (B,) each: sums over the tokens of an answer."""
+    """B rows, (B,) each. logp and ratio are sums over the tokens of an answer."""
     logp: torch.Tensor  # log π(y|x)
     ratio: torch.Tensor  # ρ = log π(y|x) − log π_ref(y|x)
     label: torch.Tensor  # bool: desirable
     size: torch.Tensor  # |y| in tokens
-    unclamped: torch.Tensor  # share of the tokens within humanline's bounds
+    unclamped: torch.Tensor  # share of the tokens that are not clamped
 
 
 def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, args: Args) -> torch.Tensor:
-    """The loss of every row, (B,), float32. z is a number without gradient, in nats."""
+    """The loss per row, (B,), float32. z is a scalar in nats, without gradient."""
     sign = torch.where(batch.label, 1.0, -1.0)
     weight = torch.where(batch.label, args.desirable_weight, args.undesirable_weight)  # λ_D or λ_U
     match loss:
@@ -163,7 +163,7 @@ def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, args: Args) -> torch
 
 def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, float]:
     reward, sign = args.beta * batch.ratio, torch.where(batch.label, 1.0, -1.0)
-    accuracy = torch.where(batch.ratio.abs() < 1e-4, 0.5, (batch.ratio * sign > 0).float())  # 0, to rounding: one half
+    accuracy = torch.where(batch.ratio.abs() < 1e-4, 0.5, (batch.ratio * sign > 0).float())  # ties count 1/2
     values = {"loss": feedback_loss(args.loss, batch, z, args), "rewards/accuracies": accuracy}
     values |= {"kl": z} if args.loss == "kto" else {}
     values |= {"humanline/unclamped": batch.unclamped} if args.humanline else {}
@@ -192,7 +192,7 @@ def refusing(what: str):
     """Turns any exception raised in this block into a BadInput error, except BadInput, Skip and out of memory."""
     try:
         yield
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         if isinstance(error, (BadInput, Skip, KeyboardInterrupt, GeneratorExit)) or out_of_memory(error):
             raise
         missing = isinstance(error, ModuleNotFoundError)
@@ -204,8 +204,8 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     kind, is_file, rows = Path(source.lower().removesuffix(".gz")).suffix[1:], Path(source).is_file(), []
     known = kind in ("jsonl", "json", "csv", "parquet")
     refuse(known and not is_file, f"{source}: there is no such file")
-    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet, and .gz perhaps")
-    most = 2**20 + 300 * os.path.getsize(source) if is_file else 0  # bytes: more is a bomb
+    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet (or + .gz)")
+    most = 2**20 + 300 * os.path.getsize(source) if is_file else 0  # bytes; more is a decompression bomb
     with refusing(f"cannot read {source}"):
         if not is_file:
             import datasets
@@ -213,18 +213,18 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
             name, *rest = source.split(":")
             split = rest.pop() if rest else "train"
             if not huggingface_hub.constants.HF_HUB_OFFLINE:
-                huggingface_hub.HfApi().dataset_info(name, timeout=5)  # datasets tries half a minute if nobody answers
+                huggingface_hub.HfApi().dataset_info(name, timeout=5)  # datasets would retry for 30 s when offline
             rows = datasets.load_dataset(name, *rest, split=split)
         elif kind == "parquet":
-            import pyarrow.parquet  # files not through datasets: its cache may be stale, and it changes values
+            import pyarrow.parquet  # not datasets, whose cache may be stale and which changes values
             for batch in pyarrow.parquet.ParquetFile(source).iter_batches(1000):
                 rows += batch.to_pylist()
                 most -= batch.nbytes
-                refuse(most < 0, "it holds much more than its size", ValueError)
+                refuse(most < 0, "it unpacks to much more than its size", ValueError)
         else:
             with (gzip.open if source.lower().endswith(".gz") else open)(source, "rb") as file:
                 text = b"".join(iter(lambda: file.read(min(2**20, most + 1 - file.tell())), b""))
-                refuse(len(text) > most, "it holds much more than its size", ValueError)
+                refuse(len(text) > most, "it unpacks to much more than its size", ValueError)
             if kind == "csv":
                 rows = list(csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""), strict=True))
                 refuse(any(None in row for row in rows), "a row has more cells than the header", ValueError)
@@ -254,15 +254,15 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
 
 
 def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[int], list[list[int]]]:
-    """What the tokenizer puts in front of a text; and after that the tokens of the prompt, and of prompt + each answer.
-    Strings end with the tokenizer's EOS; chats are what their template says."""
+    """Returns the ids that the tokenizer puts before a text (BOS), and [ids of the prompt, of prompt + each answer].
+    Strings end with the tokenizer's EOS; chats as their template says."""
     front = []
     with refusing(f"{where} cannot be rendered"):  # no template, no EOS token, a template that refuses a system message
         if isinstance(prompt, str):
             end = tokenizer.eos_token
             texts = [prompt, *(prompt + answer.removesuffix(end) + end for answer in answers)]
-            a, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
-            front = whole[:next((i for i in range(len(whole)) if whole[i:i + len(a)] == a), 0)]  # BOS, a language code
+            a, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+            front = full[:next((i for i in range(len(full)) if full[i:i + len(a)] == a), 0)]  # BOS, a language code
         else:
             dated = re.sub(r"strftime_now\((['\"])(.*?)\1\)", lambda call: repr(TODAY.strftime(call[2])),
                            tokenizer.get_chat_template())  # the same rows every day
@@ -274,14 +274,14 @@ def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[i
 
 
 def common_prefix(sequences: list) -> int:
-    """How many items at their beginning all sequences have in common."""
+    """Length of the longest common prefix of the sequences."""
     differ = (n for n, items in enumerate(zip(*sequences)) if any(item != items[0] for item in items))
     return next(differ, min(map(len, sequences)))
 
 
 def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> list[tuple[tuple, list[tuple], dict]]:
     """[(prompt ids, [answer ids, ..], row), ..] of the rows that fit; parse(row, where) gives a prompt and its answers.
-    Says what it left out and why. The boundary between prompt and answer is the cache's key: it is drawn only here."""
+    Says what it left out and why. The prompt/answer boundary is part of the cache's key: it is set only here."""
     rows, kept, notes, ints = read_rows(source), [], {}, {}
     if "strftime_now" in str(tokenizer.chat_template):
         print(f"the chat template names today's date: here it is always {TODAY:%d %B %Y}")
@@ -293,11 +293,11 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
             front, ids = tokenize(tokenizer, prompt, answers, args, where)
             over = len(front) + max(map(len, ids)) - max_length
             if over > 0:
-                if not (args.truncate and isinstance(prompt, str) and over < len(ids[0])):  # of chats: the roles
+                if not (args.truncate and isinstance(prompt, str) and over < len(ids[0])):  # a chat would lose roles
                     raise Skip(f"longer than {max_length} tokens")
                 ids = [x[over:] for x in ids]
                 notes.setdefault(f"truncated to {max_length} tokens", []).append(where)
-            end = common_prefix(ids)  # a token may span the prompt's end, or a template end a lone prompt otherwise
+            end = common_prefix(ids)  # a token may cross the boundary, or a template end a lone prompt differently
             if end < len(ids[0]):
                 notes.setdefault("with a prompt cut to the tokens that prompt + answer begin with", []).append(where)
             parts = [front + ids[0][:end], *(x[end:] for x in ids[1:])]
@@ -329,18 +329,18 @@ def parse_pair(row: dict, where: str):
     end = common_prefix([chosen, rejected])
     end -= isinstance(chosen, str) and chosen[:end].endswith(" ")  # the space belongs to the answers' first tokens
     refuse(not 0 < end < min(len(chosen), len(rejected)),
-           "no column prompt, and chosen and rejected do not begin alike and then differ", Skip)
+           "no column prompt, and chosen and rejected have no common prefix, or nothing after it", Skip)
     return chosen[:end], [chosen[end:], rejected[end:]]
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
 
 class Row(NamedTuple):
-    prompt: tuple[int, ...]  # token ids: with an answer's, a key of the cache
+    prompt: tuple[int, ...]  # token ids; (prompt, completion) is a cache key
     completion: tuple[int, ...]
     label: bool  # desirable
     other: tuple[int, ...]  # y', the answer to another prompt, for z
-    row: dict  # as it stands in the file
+    row: dict  # as read from the file
 
 
 def parse_row(row: dict, where: str):
@@ -362,23 +362,21 @@ def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
 
 
 def derange(prompts: list, seed: int) -> list[int]:
-    """For every row another one with another prompt, each used once: rows of a prompt are laid side by side in a random
-    order, and the whole is turned by as many places as the most frequent prompt has rows."""
+    """For each row the index of a row with another prompt; each index occurs once. The shuffled rows are sorted by
+    prompt, and this order is rotated by the number of rows of the most frequent prompt."""
     places: dict = {}
     for i in generator(seed, "derange").permutation(len(prompts)).tolist():
         places.setdefault(prompts[i], []).append(i)
     order, turn = [i for rows in places.values() for i in rows], max(map(len, places.values()))
     if 2 * turn > len(prompts):
-        raise BadInput(f"one prompt has {turn} of the {len(prompts)} rows, so not every row finds an answer to another "
-                       "prompt, for z: add rows of other prompts, or use --loss apo_zero_unpaired")
-    partners = [0] * len(order)
-    for place, i in enumerate(order):
-        partners[i] = order[(place + turn) % len(order)]
-    return partners
+        raise BadInput(f"one prompt has {turn} of the {len(prompts)} rows, so some rows have no answer to another "
+                       "prompt for z: add rows of other prompts, or use --loss apo_zero_unpaired")
+    partners = dict(zip(order, order[turn:] + order[:turn]))
+    return [partners[i] for i in range(len(order))]
 
 
 def draw_others(train: list[Row], held: list[Row], max_length: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Gives every row its y', once for all epochs; held-out rows get an answer from the training rows."""
+    """Draws y' for every row, once for all epochs. Held-out rows get answers of training rows."""
     partners, n = derange([row.prompt for row in train], seed), len(train)
     for i, row in enumerate(held):
         turned = (partners[(i + t) % n] for t in range(n))
@@ -386,22 +384,21 @@ def draw_others(train: list[Row], held: list[Row], max_length: int, seed: int) -
     others = [train[j].completion for j in partners]
     rows = [row._replace(other=y[:max_length - len(row.prompt)]) for row, y in zip(train + held, others)]
     cut = sum(row.other != y for row, y in zip(rows, others))
-    print(f"z: of the answers to other prompts {cut} of {len(rows)} are cut to fit into {max_length} tokens")
+    print(f"z: {cut} of {len(rows)} answers y' are truncated to fit into {max_length} tokens")
     return rows[:n], rows[n:]
 
 
 def weigh(train: list[Row], args: Args) -> Args:
-    """Says how the weighted kinds compare (equation 8), and balances them if asked."""
+    """Prints λ_D n_D / λ_U n_U (equation 8). With --balance, sets the weights so that it is 1."""
     desirable = sum(row.label for row in train)
     undesirable = len(train) - desirable
-    if not desirable or not undesirable:
-        raise BadInput(f"{args.data}: all {len(train)} rows have the same label, and KTO needs both kinds")
+    refuse(desirable in (0, len(train)), f"{args.data}: all {len(train)} rows have the same label, but KTO needs both")
     if args.balance:
         args = replace(args, desirable_weight=max(1.0, undesirable / desirable),
                        undesirable_weight=max(1.0, desirable / undesirable))
-    ratio = args.desirable_weight * desirable / max(1e-9, args.undesirable_weight * undesirable)
+    ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
     print(f"{desirable} desirable rows of weight {args.desirable_weight:.3g}, {undesirable} others of weight "
-          f"{args.undesirable_weight:.3g}: ratio {ratio:.2f}; equation 8 wants 1 to 4/3, which --balance gives")
+          f"{args.undesirable_weight:.3g}: ratio {ratio:.2f}; equation 8 asks for 1 to 4/3; --balance makes it 1")
     return args
 
 
@@ -413,35 +410,30 @@ def other_groups(rows: list[Row]) -> list:
     return [(row.prompt, [row.other]) for row in rows if row.other]
 
 
-def asked(rows: list[Row]) -> list:
-    """All that is asked of the reference."""
+def all_groups(rows: list[Row]) -> list:
+    """Groups that need reference log-probs."""
     return groups(rows) + other_groups(rows)
 
 
 # ---- Several processes: the same in dpo.py, kto.py and rloo.py ------------------------------------------------------
 
-def join_processes() -> str:
-    """Under torchrun: meets the other processes. Returns this one's device."""
+def init_processes() -> str:
+    """Joins the process group under torchrun. Returns this process's device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" in os.environ and not dist.is_initialized():
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()  # NCCL for what is on GPUs, gloo for what is on CPUs
+        dist.init_process_group()  # NCCL for GPU tensors, gloo for CPU tensors
     return device
-
-
-def any_process(here: bool, device: str) -> bool:
-    """True on all processes where it is true on one."""
-    return add_up(torch.tensor(float(here), device=device)).item() > 0
 
 
 @contextmanager
 def gathered(model):
-    """Every process has all weights in this block, if there is room on all: else each forward gathers them layer by
-    layer, and all processes must run the same number of forwards. Yields whether they must."""
+    """Unshards the model in this block if all processes have the memory. Otherwise each forward gathers layer by layer,
+    and all processes must run the same number of forwards. Yields whether they must."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     size, device = sum(p.numel() * p.element_size() for p in model.parameters()), model.device.type
-    in_step = any_process(device == "cuda" and size > 0.5 * torch.cuda.mem_get_info()[0], device)
+    in_step = any(all_gather(device == "cuda" and size > 0.5 * torch.cuda.mem_get_info()[0]))
     for module in [] if in_step else parts:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
@@ -453,12 +445,12 @@ def gathered(model):
             module.reshard()
 
 
-def whole_state(state):
-    """A state dict with the parts of all processes in it, on the first one; the others only help."""
+def full_state_dict(state):
+    """The full state dict on rank 0, gathered from all processes; None for sharded tensors on the others."""
     if isinstance(state, dict):
-        return {name: whole_state(value) for name, value in state.items()}
+        return {name: full_state_dict(value) for name, value in state.items()}
     if isinstance(state, DTensor):
-        state = whole(state)  # one tensor at a time is whole on a GPU
+        state = full_tensor(state)  # one tensor at a time is whole on a GPU
         state = state.cpu() if processes()[0] == 0 else None
     return state
 
@@ -493,7 +485,7 @@ def digest_of(folder: str) -> str:
 
 
 def load_tokenizer(folder: str):
-    """The tokenizer of a checkpoint, and the number of tokens in its longest row."""
+    """The tokenizer of a checkpoint, and the model's context length."""
     base = adapter_base(folder) or folder
     with refusing(f"cannot load the tokenizer of {folder}"):
         longest = context_length(AutoConfig.from_pretrained(base, trust_remote_code=False))
@@ -510,13 +502,13 @@ def from_checkpoint(kind, folder: str):
         model, info = kind.from_pretrained(folder, config=config, dtype="auto", use_safetensors=True,
                                            trust_remote_code=False, output_loading_info=True)
     missing = [*info["missing_keys"], *info["mismatched_keys"]]
-    refuse(missing, f"{folder} lacks weights ({missing[:1]}, ..), which would be noise: name another model")
+    refuse(missing, f"{folder} lacks weights ({missing[:1]}, ..), which would be random: name another model")
     return model
 
 
 def load_model(folder: str, device: str, args, trains: bool = False):
     """The policy if it `trains`, with a new adapter if there is --lora_r (LoRA, arXiv:2106.09685), else a frozen
-    reference. An adapter comes on its base. What trains is float32."""
+    reference. An adapter is loaded onto its base. Trained weights are float32."""
     base, lora = adapter_base(folder), args.lora_r if trains else None
     model = from_checkpoint(AutoModelForCausalLM, base or folder)
     stored = model.requires_grad_(trains and not base).dtype
@@ -541,25 +533,25 @@ def load_model(folder: str, device: str, args, trains: bool = False):
                                                            use_safetensors=True)
             else:
                 model = peft.get_peft_model(model, config)
-                for module in model.modules():  # again in float32: peft drew them in the model's dtype
+                for module in model.modules():  # init again in float32: peft used the model's dtype
                     if hasattr(module, "reset_lora_parameters"):
                         module.reset_lora_parameters("default", True)
-    if dist.is_initialized():  # before float(): until then the weights lie in the file, and take no memory
+    if dist.is_initialized():  # before float(): until then the weights are memory-mapped
         rank, ranks = processes()
-        shape = {"fsdp": (ranks,), "ddp": (ranks, 1)}[args.parallel]
-        mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "parts")[-len(shape):])
+        shape, names = ((ranks,), ("parts",)) if args.parallel == "fsdp" else ((ranks, 1), ("copies", "parts"))
+        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
         shard(model, mesh, args.dtype)
     model = model.float().eval().to(device)
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
-            module.train()  # the one dropout there is; eval_mode turns it off for all but training steps
+            module.train()  # the only dropout; eval_mode turns it off outside training steps
     if trains and args.gradient_checkpointing:
         checkpoint_layers(base_model(model))
     with refusing(f"{folder} cannot be used"):
         share_prompts(model, args.dtype)
     alone = not dist.is_initialized() and not base_model(model)._is_stateful
     if args.dtype == "bfloat16" and stored == torch.bfloat16 and alone:
-        for module in model.modules():  # autocast makes the same bits of float32 copies, in twice the memory
+        for module in model.modules():  # same bits as autocast of float32 weights, in half the memory
             if type(module) is torch.nn.Linear and not module.weight.requires_grad:
                 module.weight.data = module.weight.data.bfloat16()
     return model
@@ -577,14 +569,14 @@ def checkpoint_layers(model, use_reentrant: bool = False):
 def save_model(model, tokenizer, out: Path, args):
     """out/model as save_pretrained writes it, whole or not at all. Of a LoRA run it is the adapter, unless --merge."""
     model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
-    state = whole_state(model.to(getattr(torch, args.save_dtype)).state_dict())
+    state = full_state_dict(model.to(getattr(torch, args.save_dtype)).state_dict())
     if processes()[0]:
         return
     for folder in (out / ".model", out / "model"):
-        shutil.rmtree(folder, ignore_errors=True)  # of this run, killed when it had nothing left but to finish
+        shutil.rmtree(folder, ignore_errors=True)  # left by this run, killed just before its end
     try:
         model.save_pretrained(out / ".model", state_dict=state)
-    except SafetensorError as error:  # what safetensors makes of a full disk
+    except SafetensorError as error:  # safetensors' error on a full disk
         raise OSError(f"cannot write {out / 'model'}: {one_line(error)}") from error
     tokenizer.save_pretrained(out / ".model")
     for path in (out / ".model").iterdir():
@@ -593,19 +585,11 @@ def save_model(model, tokenizer, out: Path, args):
     os.replace(out / ".model", out / "model")
 
 
-def hold_reference(folders: dict[str, str], policy, device: str, args):
-    """Swapped in from the CPU (of a LoRA run the adapter alone: the base comes with the policy), or a second model."""
-    if args.ref == "live":
-        return nullcontext(load_model(folders["ref_model"], device, args))
-    other = folders["ref_model"] != folders["model"]
-    return Swap(policy, load_model(folders["ref_model"], "cpu", args) if other else None)
-
-
 def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function. The one place that runs a user's code, because the user asks for it."""
     with refusing(f"cannot load {spec} as FILE.py:FUNCTION"):
         file, name = os.path.expanduser(spec).rsplit(":", 1)
-        sys.path.insert(0, str(Path(file).resolve().parent))  # it may import its neighbours, and multiprocessing it
+        sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports, and for multiprocessing
         module = importlib.import_module(Path(file).stem)
         refuse(not Path(module.__file__).samefile(file), f"{module.__file__} has its name: rename one", ImportError)
         return getattr(module, name)
@@ -614,7 +598,7 @@ def load_function(spec: str) -> Callable:
 # ---- Cached reference and answers: the same in dpo.py and kto.py ----------------------------------------------------
 
 def fill_cache(folder: str, tokenizer, groups: list, device: str, args) -> ReferenceCache:
-    """The reference's log-probs of all groups: from the file, and for the rest from the model, which is then gone."""
+    """The reference's log-probs of all groups: from the file, else from the model, which is then deleted."""
     cache = ReferenceCache(reference=digest_of(folder), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
     path = args.ref_cache or f"{args.out}/reference_logprobs.pkl"
     scored = cache.fill(lambda: load_model(folder, device, args), groups, args.tokens_per_forward, args.dtype, path)
@@ -624,16 +608,16 @@ def fill_cache(folder: str, tokenizer, groups: list, device: str, args) -> Refer
 
 @torch.no_grad()
 def answer(policy, tokenizer, held: list, score: Callable | None, step: int, args) -> tuple[list[dict], dict]:
-    """Samples from the policy's own distribution, as samples.jsonl keeps them, and their mean --score."""
+    """Samples at temperature 1, as lines of samples.jsonl, and {"eval_score": their mean --score}."""
     longest, samples = context_length(policy.config) - args.max_new_tokens, []
     rows = [row for row in {row.prompt: row for row in held}.values() if len(row.prompt) <= longest][:args.samples]
     core = base_model(policy)
-    own, core.generation_config = core.generation_config, GenerationConfig()  # generate() would mix them
+    own, core.generation_config = core.generation_config, GenerationConfig()  # generate() would merge them
     ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
     ends = sorted({end for end in (tokenizer.eos_token_id, *ends) if isinstance(end, int)})
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=args.max_new_tokens, pad_token_id=0,
                               eos_token_id=ends or None)
-    batches = [rows] if rows and shares_prompts(policy) else [[row] for row in rows]  # others may see padding
+    batches = [rows] if rows and shares_prompts(policy) else [[row] for row in rows]  # others may attend to padding
     with (gathered(policy) as in_step, eval_mode(policy), autocast(policy, args.dtype),
           refusing(f"cannot sample from {args.model}")):
         for batch in batches:  # all processes draw the same
@@ -660,11 +644,11 @@ def answer(policy, tokenizer, held: list, score: Callable | None, step: int, arg
 
 # ---- Flags, order, files of a run: the same in dpo.py, kto.py and rloo.py -------------------------------------------
 
-def settle(args):
-    """Fills in the flags that depend on others. Refuses what would silently mean something else."""
+def resolve_args(args):
+    """Fills in the flags that depend on others, and checks the arguments."""
     may_be_0 = {"lr", "weight_decay", "samples", "steps", "eval_size", "warmup", "seed", "lora_dropout",
-                "label_smoothing", "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k", "beta"}
-    logging.disable_progress_bar()  # transformers': one per file is noise
+                "label_smoothing", "ld_alpha", "simpo_gamma", "top_k", "beta"}
+    logging.disable_progress_bar()  # of transformers, one per file
     args = replace(args, **{name: os.path.expanduser(value) for name, value in vars(args).items()
                             if isinstance(value, (str, Path))})
     refuse(not args.out, "--out is empty: name a folder")
@@ -685,7 +669,7 @@ def settle(args):
         demo |= {"lr": 2e-4, "reward": (demo.get("reward"),)}
         args = replace(args, **{name: value for name, value in demo.items() if vars(args).get(name, 0) in (None, ())})
     refuse(not args.model or not args.data, "--model and --data go together: give both, or neither for the demo")
-    refuse(args.merge and args.save_dtype != "float32", "--merge would round what was measured: save float32")
+    refuse(args.merge and args.save_dtype != "float32", "--merge needs --save_dtype float32: rounding changes eval_*")
     refuse(max(args.warmup, args.lora_dropout, args.sync_mix) > 1, "--warmup, --lora_dropout, --sync_mix: at most 1")
     auto = "bfloat16" if torch.cuda.is_available() else "float32"
     return replace(args, lr=1e-6 if args.lr is None else args.lr, dtype=auto if args.dtype == "auto" else args.dtype,
@@ -693,7 +677,7 @@ def settle(args):
 
 
 def refuse_unused(args, only_for: dict[str, tuple]):
-    """{flag: (what it is for, whether that is here)}: refuses a flag that would do nothing."""
+    """{flag: (what it is for, whether that is used)}: BadInput for a flag without effect."""
     for name, (what, used) in only_for.items():
         changed = vars(args)[name] != vars(type(args))[name]  # from its default
         refuse(changed and not used, f"--{name} is for {what}: leave it out, or change that")
@@ -732,8 +716,8 @@ def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
     return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[schedule]
 
 
-def claim(out: Path, inputs: list):
-    """Makes the folder, and locks it: a run shares it with no other one, and with nothing that it reads."""
+def lock_folder(out: Path, inputs: list):
+    """Creates and locks the output folder. Refuses one that another run uses or that holds an input."""
     for path in inputs:
         refuse(Path(path).resolve().is_relative_to(out.resolve()), f"--out {out} holds {path}, an input: name another")
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
@@ -741,59 +725,59 @@ def claim(out: Path, inputs: list):
         new = processes()[0] == 0 and not (out / ".lock").exists() and not (out / "checkpoint.pt").exists()
         for path in (out / name for name in ("checkpoint.pt", METRICS, SAMPLES, "args.json", ".model")):
             wrong = path.is_symlink() or path.exists() and path.is_file() == (path.name == ".model")
-            refuse(wrong, f"{path} is no file of a run: name another --out")
-            refuse(new and path.exists(), f"{path} is there already, and no run has been here: name another --out")
+            refuse(wrong, f"{path} is not a file of a run: name another --out")
+            refuse(new and path.exists(), f"{path} is there already, but not from a run: name another --out")
         return FileLock(out / ".lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
 
 
 def identify(args, rows: list, folders: dict[str, str]) -> dict:
-    """What must be the same for a run to go on and end with the same bits: flags, rows, weights."""
-    digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # whatever path names them
+    """What must be equal for a bitwise-equal resume: flags, rows, weights."""
+    digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # compared by content, not by path
     speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard", "parallel"}
     may_differ = speed | ({"steps", "epochs"} if args.schedule == "constant" else set())
     flags = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
     weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
     digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
     mine = {**flags, **weights, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
-    differing = [name for theirs in exchange(mine) for name in mine if theirs[name] != mine[name]]
+    differing = [name for theirs in all_gather(mine) for name in mine if theirs[name] != mine[name]]
     refuse(differing, f"the processes differ in {differing[:1]}: give all of them the same command and files")
     return {name: value for name, value in mine.items() if name not in may_differ}
 
 
 def save_checkpoint(out: Path, step: int, identity: dict, **objects):
-    """out/checkpoint.pt: the step, and the state of whatever changes. It replaces the last one, whole or not at all."""
+    """Replaces out/checkpoint.pt atomically: the step, and the state_dict of every object that changes."""
     state = {name: dict(thing.state_dict()) for name, thing in objects.items()}
     for name, model in objects.items():
         for key, p in model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ():
             if not p.requires_grad:
                 del state[name][key]  # frozen weights are in the model's own files
-    state = whole_state(state)
+    state = full_state_dict(state)
     if processes()[0]:
         return
     sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
     state |= {"step": step, "identity": identity, "sizes": sizes}
     try:
         write_whole(out / "checkpoint.pt", lambda file: torch.save(state, file))
-    except RuntimeError as error:  # what torch.save makes of a full disk
+    except RuntimeError as error:  # torch.save's error on a full disk
         raise OSError(f"cannot write {out / 'checkpoint.pt'}: {error.__context__ or error}") from error
 
 
 def read_checkpoint(out: Path, identity: dict) -> dict:
-    """What save_checkpoint kept; runs nothing in it. Raises BadInput if it is damaged, or another run's."""
+    """Loads what save_checkpoint wrote, executing nothing in it. BadInput if it is damaged, or another run's."""
     path = out / "checkpoint.pt"
     if not path.exists():
         refuse((out / "model").exists(), f"{out / 'model'} is there already: name another --out")
         return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}}
     with refusing(f"{path} is damaged (delete it to start anew)"):
         archive = zipfile.ZipFile(path)
-        refuse(any(entry.compress_type for entry in archive.infolist()), "it is compressed", ValueError)  # a bomb?
-        refuse(archive.testzip(), "its checksum does not match", ValueError)  # torch.load looks at none
+        refuse(any(entry.compress_type for entry in archive.infolist()), "it is compressed", ValueError)  # or a bomb
+        refuse(archive.testzip(), "its checksum does not match", ValueError)  # torch.load checks none
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
         for opcode, name, _ in pickletools.genops(pickled):  # bytearray(10 ** 10) would pass weights_only
             allowed = r"collections OrderedDict|torch._utils _rebuild_tensor_v2|torch \w+Storage"
             refuse("GLOBAL" in opcode.name and not re.fullmatch(allowed, str(name)), f"it holds {name}", ValueError)
         state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)  # processes share its memory
-        refuse(type(state["step"]) is not int or state["step"] < 0, "its step is no number", ValueError)
+        refuse(type(state["step"]) is not int or state["step"] < 0, "its step is invalid", ValueError)
         for name, mine in identity.items():
             theirs = state["identity"].get(name)
             difference = f"{name} {str(theirs)[:80]!r} and not {str(mine)[:80]!r}"
@@ -802,12 +786,12 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
 
 
 def restore(out: Path, state: dict, **objects):
-    """Brings everything back to where the checkpoint left it, the log files too."""
+    """Restores the objects, and truncates the log files, to the checkpoint's step."""
     for name in (METRICS, SAMPLES):
-        with refusing(f"cannot go on with {out / name}"), open(out / name, "ab") as file:
+        with refusing(f"cannot resume {out / name}"), open(out / name, "ab") as file:
             refuse(file.tell() < state["sizes"][name], "it is shorter than it was: name another --out", ValueError)
-            file.truncate(state["sizes"][name])  # what each process does, and all at the same time
-    exchange("truncated")
+            file.truncate(state["sizes"][name])  # all processes do this, and to the same size
+    all_gather("truncated")  # a barrier: no process appends before all have truncated
     for name, thing in objects.items() if state["step"] else ():
         with refusing(f"{out / 'checkpoint.pt'} does not fit this run"):
             if isinstance(thing, torch.nn.Module):
@@ -822,11 +806,10 @@ def restore(out: Path, state: dict, **objects):
                 for i, slots in state[name]["state"].items():
                     slots |= {key: part_of(value, params[i]) for key, value in slots.items() if value.numel() > 1}
                 thing.load_state_dict(state.pop(name))
+                wrong = any(x.numel() not in (1, p.numel()) for p, slots in thing.state.items() for x in slots.values())
+                refuse(wrong, "the optimizer's state has another shape", ValueError)
             else:
                 thing.load_state_dict(state.pop(name))
-            slots = thing.state.items() if isinstance(thing, torch.optim.Optimizer) else ()
-            wrong = any(value.numel() not in (1, p.numel()) for p, values in slots for value in values.values())
-            refuse(wrong, "the optimizer's state has another shape", ValueError)
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -865,7 +848,7 @@ class Log:
 
 @contextmanager
 def interrupt():
-    """Yields a list that SIGTERM or Ctrl-C enters, so that the loop can stop after a step. The second stops at once."""
+    """Yields a list to which SIGTERM or Ctrl-C appends: the loop can stop after a step. A second one stops at once."""
     asked = []
 
     def ask(number, frame):
@@ -875,12 +858,13 @@ def interrupt():
 
     with ExitStack() as after:
         for number in (signal.SIGTERM, signal.SIGINT):
-            after.callback(signal.signal, number, signal.signal(number, ask))  # afterwards the old one is back
+            old = signal.signal(number, ask)
+            after.callback(signal.signal, number, old)  # restores the old handler
         yield asked
 
 
 def report(log: Log):
-    """What changed on held-out data, from the first line of the metrics to the last."""
+    """Prints held-out samples and metrics, before and after training."""
     if processes()[0]:
         return
     first, last = log.history[0], log.history[-1]
@@ -899,7 +883,7 @@ def report(log: Log):
 
 
 def command_line(args):
-    """Runs main(). What a person can mend is one sentence on stderr and an exit code, not a traceback."""
+    """Runs main(). An error that the user can fix prints one sentence and exits, without a traceback."""
     try:
         main(args)
         if dist.is_initialized():
@@ -907,14 +891,14 @@ def command_line(args):
     except (Exception, KeyboardInterrupt) as error:
         sentence = str(error) if isinstance(error, (BadInput, Stopped)) else one_line(error)
         if int(os.environ.get("RANK", 0)) and not isinstance(error, Stopped):  # all processes are Stopped together
-            time.sleep(3)  # if the first process has the same to say, torchrun ends this one meanwhile
+            time.sleep(3)  # if rank 0 fails with the same error, torchrun ends this one meanwhile
             sys.stderr = sys.__stderr__
         if isinstance(error, MemoryError):  # Python's or numpy's: not the model's forwards
             sentence += ": this machine has too little memory"
         elif out_of_memory(error):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
         elif isinstance(error, dist.DistError) or "gloo/transport" in sentence:
-            sentence = "another process has ended: the same command goes on from the last checkpoint"
+            sentence = "another process has died: the same command resumes from the last checkpoint"
         elif not isinstance(error, (BadInput, Stopped, OSError, KeyboardInterrupt)):
             raise
         print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)
@@ -927,8 +911,8 @@ def all_rows(parts: list[tuple], n: int) -> Batch:
     """[(places, what measure() gave for these rows), ..] of every process -> the values of all n rows, detached."""
     values = torch.zeros(len(Batch._fields), n, device=parts[0][1][0].device)
     for places, batch in parts:
-        values[:, places] = torch.stack([x.detach()[:len(places)].float() for x in batch])
-    return Batch(*(x.to(like.dtype) for x, like in zip(add_up(values), parts[0][1])))
+        values[:, places] = torch.stack([x[:len(places)].float() for x in batch])
+    return Batch(*(x.to(like.dtype) for x, like in zip(all_reduce(values), parts[0][1])))
 
 
 @torch.no_grad()
@@ -948,37 +932,35 @@ def share_of(policy, groups: list, args) -> list:
 # ---- Training -------------------------------------------------------------------------------------------------------
 
 def measure(policy, rows: list[Row], known, args: Args) -> Batch:
-    """What the losses see of some rows. `known` maps (prompt, answer) to the reference's log-probs."""
+    """The Batch of these rows. known[prompt, answer]: token log-probs of the reference."""
     logps = completion_logprobs(policy, groups(rows), args.tokens_per_forward, args.dtype)  # per row [(|y|,)]
     ratios = log_ratios(logps, groups(rows), known, args.humanline)
     logps, ratios = (pad_sequence([y for (y,) in x], True) for x in (logps, ratios))  # (B, T), 0 at the end
     low, high = args.humanline or (-math.inf, math.inf)
-    columns = torch.tensor([[len(row.completion), row.label] for row in rows], device=logps.device)
-    size, label = columns.unbind(1)  # (B,)
+    size = torch.tensor([len(row.completion) for row in rows], device=logps.device)  # (B,)
+    label = torch.tensor([row.label for row in rows], device=logps.device)
     unclamped = 1 - ((ratios <= low) | (ratios >= high)).sum(1) / size
-    return Batch(logps.sum(1), ratios.sum(1), label.bool(), size.float(), unclamped)
+    return Batch(logps.sum(1), ratios.sum(1), label, size.float(), unclamped)
 
 
 @torch.no_grad()
 def estimate_kl(policy, rows: list[Row], known, args: Args) -> torch.Tensor:
-    """z of the whole optimizer batch: clamped once, not multiplied by beta."""
+    """z of equation 7: a mean over the whole batch, then clamped, without β."""
     others, total = other_groups(rows), torch.zeros((), device=policy.device)
-    if not others:
-        return total
     with eval_mode(policy):
         for micro in micro_batches(policy, others, args.tokens_per_forward, *processes()):
             batch = [others[i] for i in micro or [0]]
             logps = completion_logprobs(policy, batch, args.tokens_per_forward, args.dtype)
             ratios = log_ratios(logps, batch, known, args.humanline)
             total += bool(micro) * torch.cat([ratio for (ratio,) in ratios]).sum()
-    return (add_up(total) / len(others)).clamp(min=0)
+    return (all_reduce(total) / max(1, len(others))).clamp(min=0)
 
 
 def backward(policy, rows: list[Row], known, args: Args) -> tuple[Batch, torch.Tensor]:
-    """Adds the gradient of the batch's mean loss, one micro-batch after the other. Returns the batch, and z."""
+    """Accumulates the gradient of the batch's mean loss over micro-batches. Returns the batch and z."""
     z, parts = estimate_kl(policy, rows, known, args), []
     for micro in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
-        places = micro or [0]  # no work for this process, but FSDP wants the same number of forwards from all
+        places = micro or [0]  # an empty micro-batch: FSDP needs equally many forwards in all processes
         batch = measure(policy, [rows[i] for i in places], known, args)
         loss = feedback_loss(args.loss, batch, z, args).sum() / len(rows)
         (loss * bool(micro)).backward()
@@ -990,7 +972,7 @@ def backward(policy, rows: list[Row], known, args: Args) -> tuple[Batch, torch.T
 def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]:
     if not rows:
         return {}
-    known = reference_logprobs(reference, asked(rows), args.tokens_per_forward, args.dtype)
+    known = reference_logprobs(reference, all_groups(rows), args.tokens_per_forward, args.dtype)
     with eval_mode(policy):
         batch, z = measure_all(policy, rows, known, args), estimate_kl(policy, rows, known, args)
     return {f"eval_{name}": value for name, value in metrics(batch, z, args).items()}
@@ -999,20 +981,19 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def check(args: Args):
     refuse_unused(args, {
         "ref_cache": ("--ref cache", args.ref == "cache"), "humanline": ("--ref swap", args.ref == "swap"),
-        "desirable_weight": ("losses without --balance", not args.balance),
-        "undesirable_weight": ("losses without --balance", not args.balance)})
+        "desirable_weight": ("runs without --balance", not args.balance),
+        "undesirable_weight": ("runs without --balance", not args.balance)})
     refuse(not args.beta, "--beta must be above 0")
     other = Path(args.ref_cache or "").name in (METRICS, SAMPLES, "args.json", "checkpoint.pt")
-    refuse(other, f"--ref_cache {args.ref_cache} is another file of a run: choose another name")
-    refuse(args.humanline and not args.humanline[0] < 0 < args.humanline[1], "--humanline: a number below 0, one above")
-    refuse(not args.desirable_weight * args.undesirable_weight, "--*_weight must be above 0")
+    refuse(other, f"--ref_cache {args.ref_cache} is the name of another output: choose another")
+    refuse(args.humanline and not args.humanline[0] < 0 < args.humanline[1], "--humanline: first below 0, second above")
 
 
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
-    args = settle(args)
+    args = resolve_args(args)
     check(args)
-    began, device = time.monotonic(), join_processes()
+    began, device = time.monotonic(), init_processes()
     folders = {name: find_folder(vars(args)[name]) for name in ("model", "ref_model")}
     score = load_function(args.score) if args.score else None
     tokenizer, longest = load_tokenizer(folders["model"])
@@ -1026,54 +1007,57 @@ def main(args: Args) -> list[dict]:
         train, held = hold_out(train, args.eval_size, args.seed)
     args = weigh(train, args)
     if args.show_data:
-        tokens = tokenizer.batch_decode([[token] for token in train[0].completion])
-        print(tokenizer.decode(train[0].prompt), *(f"[{token}]" for token in tokens), sep="")
+        print(tokenizer.decode(train[0].prompt), *(f"[{tokenizer.decode([t])}]" for t in train[0].completion), sep="")
         return []
     if args.loss == "kto":
         train, held = draw_others(train, held, max_length, args.seed)
     batch_size = min(args.batch_size, len(train))
     steps = math.ceil(args.epochs * len(train) / batch_size) if args.steps is None else args.steps
     out = Path(args.out)
-    with claim(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
+    with lock_folder(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
         identity = identify(args, train + held, folders)
         state = read_checkpoint(out, identity)
-        longer = state["step"] > steps or "policy" not in state and 0 < state["step"] < steps
-        refuse(longer, f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
-        if state["step"] and "policy" not in state:
+        finished = state["step"] > 0 and "policy" not in state  # the last checkpoint holds no weights
+        refuse(state["step"] > steps or finished and state["step"] < steps,
+               f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
+        if finished:
             print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
             return read_lines(out / METRICS)
         if processes()[0] == 0:
             (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
 
-        # the reference comes first: its model is gone before the policy is loaded, so that two are never in memory
+        # the reference first: its model is freed before the policy is loaded, so memory never holds both
         if args.ref == "cache":
-            reference = fill_cache(folders["ref_model"], tokenizer, asked(train + held), device, args)
-        set_seed(args.seed % 2**32)  # of a new adapter, and of the first answers
+            reference = fill_cache(folders["ref_model"], tokenizer, all_groups(train + held), device, args)
+        set_seed(args.seed % 2**32)  # for a new adapter and the first answers
         policy = load_model(folders["model"], device, args, trains=True)
-        if args.ref in ("swap", "live"):
-            reference = hold_reference(folders, policy, device, args)
-        optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=args.lr,
-                                      weight_decay=args.weight_decay, fused=True)
+        if args.ref == "live":
+            reference = nullcontext(load_model(folders["ref_model"], device, args))
+        if args.ref == "swap":  # in a LoRA run it is the adapter alone: the base comes with the policy
+            other = folders["ref_model"] != folders["model"]
+            reference = Swap(policy, load_model(folders["ref_model"], "cpu", args) if other else None)
+        trained = [p for p in policy.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=args.weight_decay, fused=True)
         changing = dict(policy=policy, optimizer=optimizer)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference or args.humanline else {}
         restore(out, state, **changing)
         done = saved = state["step"]
-        scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, max(1, steps), args.warmup, args.schedule),
+        scheduler = LambdaLR(optimizer, lambda past: lr_factor(past + 1, max(1, steps), args.warmup, args.schedule),
                              last_epoch=done - 1)
-        if args.ref == "cache" and processes()[1] > 1 and steps * batch_size < 4 * len(train):  # few epochs: it pays
-            # to keep only the log-probs of this process's micro-batches
+        # to save memory, keep only the log-probs that this process needs; beyond 4 epochs these are nearly all
+        if args.ref == "cache" and processes()[1] > 1 and steps * batch_size < 4 * len(train):
             batches = [held, *(batch_rows(step, train, batch_size, args.seed) for step in range(done + 1, steps + 1))]
-            reference.keep([group for rows in batches for asked in (groups(rows), other_groups(rows))
-                            for group in share_of(policy, asked, args)])
+            reference.keep([group for rows in batches for part in (groups(rows), other_groups(rows))
+                            for group in share_of(policy, part, args)])
         log = Log(out, args.tensorboard)
         if done == 0:
             answers, scored = answer(policy, tokenizer, held, score, 0, args)
             log.write({"step": 0, **evaluate(policy, held, reference, args), **scored}, answers)
         if steps == 0:
-            print("nothing is trained; the reference's log-probs are there for other runs")
+            print("--steps 0: nothing is trained; a filled cache can serve other runs")
             return log.history
         tokens, known = log.history[-1].get("num_tokens", 0), None
-        window = 1 if args.humanline else args.sync_reference or 16  # steps that one swap of the reference serves
+        window = 1 if args.humanline or args.ref in ("cache", "none") else args.sync_reference or 16  # steps per swap
         bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)
         try:
             for step in bar:
@@ -1082,18 +1066,18 @@ def main(args: Args) -> list[dict]:
                 rows = batch_rows(step, train, batch_size, args.seed)
                 first = step - (step - 1) % window
                 if known is None or step == first:
-                    ahead = range(first, min(first + window, steps + 1))
-                    ahead = [row for n in ahead for row in batch_rows(n, train, batch_size, args.seed)]
-                    known = reference_logprobs(reference, asked(ahead), args.tokens_per_forward, args.dtype)
+                    window_steps = range(first, min(first + window, steps + 1))
+                    ahead = [row for n in window_steps for row in batch_rows(n, train, batch_size, args.seed)]
+                    known = reference_logprobs(reference, all_groups(ahead), args.tokens_per_forward, args.dtype)
                 batch, z = backward(policy, rows, known, args)
-                grad_norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)).item()
+                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                 tokens += sum(len(row.prompt) + len(row.completion) for row in rows)
-                values = {"step": step, **metrics(batch, z, args), "grad_norm": grad_norm,
+                values = {"step": step, **metrics(batch, z, args), "grad_norm": full_tensor(grad_norm).item(),
                           "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
                 stop_if_not_finite(values)
                 if step == 1 and not args.lora_dropout and args.ref_model == args.model:
                     check_agreement(batch.ratio / batch.size, args.dtype)
-                done = None  # until the log is written the weights belong to no step
+                done = None  # no checkpoint between the update and its log line
                 if args.humanline:
                     reference.sync()  # before the update, as HALOs does
                 optimizer.step()
@@ -1105,8 +1089,8 @@ def main(args: Args) -> list[dict]:
                 if step == steps and args.save_dtype != "float32":
                     tqdm.write(f"before rounding to {args.save_dtype}: {evaluate(policy, held, reference, args)}")
                 if step == steps:
-                    for p in policy.parameters():  # what is evaluated is what is saved
-                        p.data.copy_(p.data.to(getattr(torch, args.save_dtype)) if p.requires_grad else p.data)
+                    for p in trained:  # what is evaluated is what is saved
+                        p.data.copy_(p.data.to(getattr(torch, args.save_dtype)))
                     answers, scored = answer(policy, tokenizer, held, score, step, args)
                     values |= scored
                 if step == steps or step % (args.eval_every or steps) == 0:
@@ -1117,18 +1101,18 @@ def main(args: Args) -> list[dict]:
                 speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
                 bar.set_postfix({"loss": values["loss"], "accuracy": values["rewards/accuracies"], "tok/s": int(speed)})
                 done = step
-                stopping = any_process(bool(signals), device)
+                stopping = any(all_gather(bool(signals)))
                 if step % args.save_every == 0 or step == steps or stopping:
                     save_checkpoint(out, step, identity, **changing)
                     saved = step
                 if stopping and step < steps:
                     raise Stopped(f"{signals[0] if signals else 'a signal to another process'}: step {step} is saved, "
-                                  "and the same command goes on there")
+                                  "run the same command to resume")
         except Exception as error:
-            alone = dist.is_initialized() and not isinstance(error, Stopped)  # the others may not be here to help
-            if done and done > saved and not alone:
+            all_here = not dist.is_initialized() or isinstance(error, Stopped)  # saving needs all processes
+            if done and done > saved and all_here:
                 save_checkpoint(out, done, identity, **changing)
-                error.add_note(f"step {done} is saved, and the same command goes on there")
+                error.add_note(f"step {done} is saved: run the same command to resume")
             raise
         save_model(policy, tokenizer, out, args)
         save_checkpoint(out, steps, identity)  # without weights: the run is finished

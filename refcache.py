@@ -1,8 +1,8 @@
-"""Log-probs of completions, and the frozen reference policy as a dictionary of them.
+"""Log-probs of completions, and a cache of those of the frozen reference model.
 
     completion_logprobs(model, groups)   log π(token | everything before it), for each token of each completion
     ReferenceCache                       the same numbers of a frozen model: computed once, saved, shared by later runs
-    Swap                                 a reference whose weights wait on the CPU: for new completions, or to move
+    Swap                                 reference weights kept on the CPU: for new completions or a moving reference
 
 A group is `(prompt_ids, [completion_ids, ...])`, tuples of token ids; a completion includes its EOS. Policy and
 reference go through one function, so they agree before the first update: margin 0, loss ln 2, KL 0.
@@ -39,9 +39,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 Groups = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]
 Ragged = list[list[torch.Tensor]]  # for each group, for each completion: (len(completion),)
-HEAD_BYTES = 2**27  # float32 logits that exist at a time: of 220 completion tokens at V = 151,936
+HEAD_BYTES = 2**27  # of float32 logits in memory at a time: 220 completion tokens at V = 151,936
 HEADS: WeakKeyDictionary = WeakKeyDictionary()  # model -> (factor, softcap) between its output head and its logits
-SHARED = "sdpa_shared_prompt"  # "sdpa" in the name: transformers refuses it to models that sdpa cannot serve
+SHARED = "sdpa_shared_prompt"  # with "sdpa" in its name, transformers rejects it for models without sdpa
 sdpa = AttentionInterface()["sdpa"]
 
 
@@ -57,7 +57,7 @@ class CannotShare(ValueError):
 
 def shared_prompt_attention(module, query, key, value, attention_mask, spans=None, sliding_window=None, **kwargs):
     """Attention over a flat row: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D).
-    A span is one completion, the first of a group with its prompt: a stretch of queries. Its keys: [prompt ; own]."""
+    A span is the queries of one completion (a group's first: of prompt + completion). Its keys: [prompt ; own]."""
     if spans is None:  # an ordinary batch, as in generate()
         return sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
     if attention_mask is not None and not sliding_window:
@@ -85,7 +85,7 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
 
 
 def one_kernel_serves(query, value) -> bool:
-    """On CUDA one flash attention kernel does all spans of a layer, where a loop would be bound by kernel launches."""
+    """Whether one varlen_attn call can serve all spans. On CUDA a loop over spans is bound by kernel launches."""
     size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
             and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
@@ -96,8 +96,8 @@ AttentionMaskInterface.register(SHARED, AttentionMaskInterface()["sdpa"])
 
 
 def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """Groups -> the inputs of one flat row, and per completion token (N,) the place that predicts it and its id.
-    `blind` leaves the spans out, so that attention takes the row for one sequence: for the probe alone."""
+    """Groups -> the inputs of one flat row, and per completion token (N,) its id and the row index predicting it.
+    `blind` leaves the spans out, so attention treats the row as one sequence. Only the probe uses it."""
     row, scored, keys, ends = [], [], [], [(0, 0)]
     for prompt, completions in groups:
         before = range(len(row), len(row) + len(prompt))
@@ -105,15 +105,15 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
         for y in completions:
             own = range(len(row), len(row) + len(y))
             row += enumerate(y, len(prompt))
-            scored += zip([before[-1], *own], y)  # the shift by one: the place before a token predicts it
+            scored += zip([before[-1], *own], y)  # the shift by one: the index before a token predicts it
             keys += [*before, *own]
             ends.append((len(row), len(keys)))  # of the span; the first completion simply continues its prompt
-    sizes_q, sizes_k = np.diff(ends, axis=0).T.tolist()  # (spans,): on the host, no waiting for the GPU
+    sizes_q, sizes_k = np.diff(ends, axis=0).T.tolist()  # (spans,): on the CPU: no GPU sync
     cu_seq_q, cu_seq_k = torch.tensor(list(zip(*ends)), dtype=torch.int32, device=device)  # (spans + 1,)
     keys = torch.tensor(keys, device=device) if len(keys) > len(row) else None  # (T_k,); None: the keys are the row
     positions, ids = torch.tensor(np.array(row), device=device).T.contiguous()  # (T,); a list of pairs is slow
     sources, targets = torch.tensor(np.array(scored), device=device).T.contiguous()  # (N,)
-    # without a mask of ones transformers takes the restarting positions for packed sequences and masks the prompts
+    # without an all-ones mask, transformers treats restarting positions as packed sequences and masks the prompts
     inputs = dict(input_ids=ids[None], position_ids=positions[None], attention_mask=torch.ones_like(ids)[None])
     return inputs | dict(spans=None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)), sources, targets
 
@@ -131,9 +131,9 @@ def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Te
 # ---- What a model can do: found out once, when it is loaded ---------------------------------------------------------
 
 def share_prompts(model, dtype: str = "float32") -> bool:
-    """Switches this model's attention so that the completions of a prompt share it, if that is exact, and says so.
-    Exact: a flat row gives the log-probs of one forward per sequence, and clearly fails to without spans. Called once
-    per model, by completion_logprobs if not by you. `dtype`: of the forwards to come. Raises BadInput as find_head."""
+    """Switches this model's attention so that completions share their prompt, if that is exact. Prints the result.
+    Exact: a flat row gives the log-probs of one forward per sequence, and without spans clearly not. Called once
+    per model, by completion_logprobs if not by you. `dtype`: of later forwards. Raises BadInput like find_head."""
     core, head, reason = base_model(model), None, ""
     config, before = core.config.get_text_config(), core.config._attn_implementation or "eager"
     before = before.replace(SHARED, "sdpa")
@@ -143,20 +143,20 @@ def share_prompts(model, dtype: str = "float32") -> bool:
     with torch.no_grad(), eval_mode(core):
         try:
             precisions = {dtype} if isinstance(core, FSDPModule) else {"float32", dtype}
-            head = find_head(core, min(precisions, key=len))
+            head = find_head(core, "float32" if "float32" in precisions else dtype)
             layers = set(getattr(config, "layer_types", None) or ())
             if core._is_stateful or not layers <= {"full_attention", "sliding_attention"}:
-                raise CannotShare("recurrent, convolutional or chunked layers read the row as it lies")
-            core.set_attn_implementation(SHARED)  # for good: gradient checkpointing runs it again in the backward pass
+                raise CannotShare("recurrent, convolutional or chunked layers would mix completions")
+            core.set_attn_implementation(SHARED)  # stays on: gradient checkpointing reruns it in the backward pass
             for precision in precisions:  # the CUDA kernel serves half precision only
                 shared = probe(core, lay_out_shared, head, precision)
-                blind = probe(core, lambda *args: lay_out_shared(*args, blind=True), head, precision)
-                exact = core.dtype == torch.float32 and precision == "float32"
-                if not (shared < (1e-4 if exact else 0.25) and shared < blind / (20 if exact else 3)):
+                blind = probe(core, partial(lay_out_shared, blind=True), head, precision)
+                limit, ratio = (1e-4, 20) if core.dtype == torch.float32 and precision == "float32" else (0.25, 3)
+                if not (shared < limit and shared < blind / ratio):  # `not` also catches NaN
                     raise CannotShare(f"a shared prompt changes log-probs by {shared:.2g} nats (blind: {blind:.2g})")
         except (TypeError, ValueError, RuntimeError) as error:  # no such keyword, no sdpa, another mask
             if isinstance(core, FSDPModule):
-                core.reset_iter_state()  # a forward ended in the middle
+                core.reset_iter_state()  # the error interrupted a forward
             core.set_attn_implementation(before)
             if out_of_memory(error):
                 raise
@@ -174,19 +174,19 @@ def shares_prompts(model) -> bool:
 
 
 def find_head(core, dtype: str) -> tuple[float, float | None]:
-    """Factor and softcap between head and logits. Raises BadInput if with none the model's own logits come out."""
+    """Factor and softcap between head and logits. Raises BadInput if no factor reproduces the model's logits."""
     config = core.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
     factors = {getattr(config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")}
     factors |= {1 / factor for factor in factors}  # Granite's divides
     error, factor = min((probe(core, lay_out_padded, (factor, cap), dtype), factor) for factor in factors)
     if not error < (1e-3 if core.dtype == torch.float32 and dtype == "float32" else 0.25):  # `not <` also catches NaN
-        raise BadInput(f"its decoder and head differ from its logits by {error:.2g} nats, or its weights hold NaN")
+        raise BadInput(f"decoder + head differ from its logits by {error:.2g} nats, or its weights hold NaN")
     return factor, cap
 
 
 def probe(core, lay_out: Callable, head: tuple, dtype: str) -> float:
-    """Largest difference, in nats, between log-probs laid out so and the model's logits, one forward per sequence."""
+    """Largest difference, in nats, between log-probs in this layout and those of one forward per sequence."""
     ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 24).long().tolist()
     prompt, completions, errors = tuple(ids[::3]), [tuple(ids[1::3]), tuple(ids[2::3][:5])], []
     with autocast(core, dtype):
@@ -202,7 +202,7 @@ def probe(core, lay_out: Callable, head: tuple, dtype: str) -> float:
 def completion_logprobs(model, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
     Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result.
-    dtype "bfloat16" runs the forwards under autocast. temperature divides the logits, for samples drawn that way.
+    dtype "bfloat16" runs the forwards under autocast. temperature divides the logits, as in sampling.
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
     core, results = base_model(model), {}
     context, vocabulary = context_length(core.config), core.get_input_embeddings().weight.shape[0]
@@ -218,7 +218,7 @@ def completion_logprobs(model, groups: Groups, tokens_per_forward=16384, dtype="
     try:
         for batch in micro_batches(model, groups, tokens_per_forward):
             with autocast(model, dtype):
-                results |= zip(batch, forward(core, [groups[i] for i in batch], temperature=temperature))
+                results.update(zip(batch, forward(core, [groups[i] for i in batch], temperature=temperature)))
         return [results[i] for i in range(len(groups))]
     except CannotShare as error:  # seen only in rows longer than the probe's
         if isinstance(core, FSDPModule):  # the other processes would wait for the forward that failed here
@@ -236,19 +236,22 @@ def forward(core, groups: Groups, lay_out=None, head=None, temperature=1.0) -> R
 
 
 def _flat_logprobs(core, inputs: dict, sources, targets, head: tuple, temperature: float) -> torch.Tensor:  # (N,)
+    factor, cap = head
     def token_logps(hidden, targets):  # (n, H), (n,) -> (n,)
         # the head is called as a module: `head.weight` would miss a LoRA adapter and a bias
-        logits = core.get_output_embeddings()(hidden).float() * factor  # (n, V), the expensive thing
+        logits = core.get_output_embeddings()(hidden).float()  # (n, V), the expensive thing
+        logits = logits * factor if factor != 1 else logits  # each pass over (n, V) counts
         logits = cap * torch.tanh(logits / cap) if cap else logits
-        return -F.cross_entropy(logits / temperature, targets, reduction="none")
+        logits = logits / temperature if temperature != 1 else logits
+        return -F.cross_entropy(logits, targets, reduction="none")
 
-    factor, cap = head
     hidden = core.get_decoder()(**inputs, use_cache=False)[0].flatten(0, 1)  # (T, H)
-    hidden = hidden.index_select(0, sources)  # (N, H): only places that predict a completion token meet the head
-    rows = max(1, HEAD_BYTES // (4 * len(core.get_input_embeddings().weight)))
-    chunks = zip(hidden.split(rows), targets.split(rows))
-    # checkpointed: the backward computes the logits of a chunk again, so that (N, V) never exists
-    return torch.cat([checkpoint(token_logps, *chunk, use_reentrant=False) for chunk in chunks])
+    hidden = hidden.index_select(0, sources)  # (N, H): only positions that predict a completion token
+    size = 4 * len(core.get_input_embeddings().weight)  # bytes of the logits of a token
+    rows = max(1, HEAD_BYTES // size // (1 if hidden.is_cuda else 4))  # on a CPU smaller blocks are faster
+    if len(hidden) * size > HEAD_BYTES:  # the backward recomputes each chunk's logits, so (N, V) is never in memory
+        token_logps = partial(checkpoint, token_logps, use_reentrant=False)
+    return torch.cat([token_logps(*chunk) for chunk in zip(hidden.split(rows), targets.split(rows))])
 
 
 def ragged(flat: torch.Tensor, groups: Groups) -> Ragged:  # (N,)
@@ -257,8 +260,8 @@ def ragged(flat: torch.Tensor, groups: Groups) -> Ragged:  # (N,)
 
 
 def log_ratios(logps: Ragged, groups: Groups, known: Mapping | None, clamp: tuple | None = None) -> Ragged:
-    """log π − log π_ref of each token. logps: what completion_logprobs gave for these groups; known[prompt, y]: the
-    reference's, None is 0. clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
+    """log π − log π_ref of each token. logps: from completion_logprobs for these groups; known[prompt, y]: the
+    reference's (None: all 0). clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
     ratios = torch.cat([y for completions in logps for y in completions])  # (N,)
     if known is not None:
         reference = np.concatenate([known[prompt, y] for prompt, completions in groups for y in completions])
@@ -270,13 +273,13 @@ def check_agreement(ratios: torch.Tensor, dtype: str):
     """Before the first update log π − log π_ref, per token, is 0 to rounding. Says so, or raises BadInput."""
     print(f"step 0: policy and reference differ by at most {ratios.abs().max():.1e} nats per token")
     if not ratios.abs().mean() < (3e-2 if dtype == "bfloat16" else 1e-4):
-        raise BadInput(f"step 0: one model as policy and reference, but they differ by {ratios.abs().mean():.2g} nats "
-                       "per token: the cache holds another's (delete it), or the forward is not deterministic")
+        raise BadInput(f"step 0: policy and reference are one model but differ by {ratios.abs().mean():.2g} nats "
+                       "per token: the cache is of another model (delete it), or the forward is not deterministic")
 
 
 def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=1) -> list[list[int]]:
     """Indices of groups in forwards of at most tokens_per_forward tokens, longest first. A longer group goes alone.
-    Of several processes each gets its share, equally many forwards; one without work for it gets an empty list."""
+    Returns this process's share. All get the same number of forwards; one without work is an empty list."""
     if shares_prompts(model):
         lengths, rows = [len(p) + sum(map(len, ys)) for p, ys in groups], None
     else:
@@ -284,19 +287,19 @@ def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=
     return share_out(partial(pack, lengths, rows=rows), tokens_per_forward, rank, ranks)
 
 
-def share_out(pack: Callable, budget: int, rank: int, ranks: int) -> list[list[int]]:
-    """This process's part of pack(budget): the number of batches becomes a multiple of `ranks`, and the budget the
-    smallest that makes no more, so that they are equally full. No process asks another."""
-    n = -(-len(pack(budget)) // ranks) * ranks
+def share_out(pack_into: Callable, budget: int, rank: int, ranks: int) -> list[list[int]]:
+    """This process's part of pack_into(budget). The number of batches is rounded up to a multiple of `ranks`; the
+    smallest budget with no more batches makes them equally full. Needs no communication."""
+    n = -(-len(pack_into(budget)) // ranks) * ranks
     if ranks > 1:
-        budget = bisect_left(range(budget), True, key=lambda smaller: len(pack(smaller)) <= n)
-    batches = pack(budget)
+        budget = bisect_left(range(budget), True, key=lambda smaller: len(pack_into(smaller)) <= n)
+    batches = pack_into(budget)
     return (batches + [[]] * (n - len(batches)))[rank::ranks]
 
 
 def pack(lengths: list[int], budget: int, rows: list[int] | None = None) -> list[list[int]]:
-    """Indices of items in batches of at most `budget` tokens, longest first. An item is a stretch of a flat row, or
-    with `rows` that many rows, all of them padded to the longest of their batch."""
+    """Indices of items in batches of at most `budget` tokens, longest first. An item is a segment of a flat row or,
+    with `rows`, that many rows, padded to the longest row of their batch."""
     batches, load, longest = [], torch.inf, 0
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if load + (rows[i] * longest if rows else lengths[i]) > budget:
@@ -318,7 +321,7 @@ def autocast(model, dtype: str):
 
 @contextmanager
 def eval_mode(model):
-    """No dropout, and no checkpointed layers, which would ignore a key-value cache: for all but training steps."""
+    """Outside training steps: no dropout, and no gradient checkpointing, which would ignore a key-value cache."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
@@ -332,7 +335,7 @@ def context_length(config) -> float:
     ropes = getattr(config, "rope_parameters", None) or {}
     bounds = [getattr(config, "max_position_embeddings", None)]
     for rope in (ropes, *ropes.values()):
-        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):  # else all rows rotate alike
+        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):  # others rotate all rows alike
             bounds.append(rope.get("original_max_position_embeddings"))
     return min(filter(None, bounds), default=torch.inf)
 
@@ -354,43 +357,43 @@ def processes() -> tuple[int, int]:
 
 
 def shard(model, mesh, dtype="float32"):
-    """Splits the weights over a mesh (n,), or replicates them over a mesh (n, 1), layer by layer (fully_shard). Of the
-    gradients comes the sum, not the mean: divide a loss by what all processes have. dtype: of the forwards to come. In
-    bfloat16 layers are gathered so, because autocast would keep a copy of every layer; their inputs stay float32."""
+    """Splits the weights over a mesh (n,), or replicates them over a mesh (n, 1), layer by layer (fully_shard). Sums
+    the gradients, no mean: divide a loss by the global batch size. dtype: of later forwards. With bfloat16, layers are
+    gathered in bfloat16, because autocast would keep a copy of every layer; their inputs stay float32."""
     core = base_model(model)
     layers = [m for m in core.modules() if m is core or type(m).__name__ in core._no_split_modules]
     half = torch.bfloat16 if dtype == "bfloat16" else None
     for module in reversed(layers):  # the model last
         policy = MixedPrecisionPolicy(half if module is not core else None, torch.float32, cast_forward_inputs=False)
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # parameters() are parts, always
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # parameters() are always shards
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    core.flat_logprobs = MethodType(_flat_logprobs, core)  # called alone, decoder and head would see only their parts
+    core.flat_logprobs = MethodType(_flat_logprobs, core)  # called directly, decoder and head see only shards
     register_fsdp_forward_method(core, "flat_logprobs")
 
 
-def exchange(mine) -> list:
-    """What the processes give, in the order of their ranks, on all of them."""
+def all_gather(mine) -> list:
+    """All-gather of a Python object: the list of all processes' `mine`, by rank."""
     everyone = [mine] * processes()[1]
     if dist.is_initialized():
         dist.all_gather_object(everyone, mine)
     return everyone
 
 
-def add_up(tensor: torch.Tensor) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of this tensor over the processes, in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All parts of a tensor that is split over processes, all of which must ask for it."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of a sharded one. All processes must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor split as `like` is. Every process holds the whole one, so nothing is sent."""
+    """A full tensor, sharded as `like` is. Every process has the full one, so nothing is sent."""
     if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
@@ -422,21 +425,21 @@ class ReferenceCache(Mapping):
         return np.frombuffer(self.table[prompt][y], np.float32)  # KeyError: not scored, call fill first
 
     def fill(self, load_model: Callable, groups: Groups, tokens_per_forward=16384, dtype="float32", path=None):
-        """Scores what neither this cache nor the file at `path` knows, with a model that exists only meanwhile, and
-        saves it there. Returns how many completions that were. `load_model()` must keep no reference to the model;
-        it is not called if nothing is missing."""
+        """Scores what is neither in this cache nor in the file at `path`, and saves it there. Returns the number of
+        completions scored. The model is deleted afterwards, so `load_model()` must keep no reference to it; it is
+        not called if nothing is missing."""
         if path and Path(path).exists():
             self.load(path)
         parts = self.missing(groups, tokens_per_forward)
         missing, digest = sum(len(ys) for _, ys in parts), hashlib.sha256()
-        for prompt, ys in parts if processes()[1] > 1 else ():
+        for prompt, ys in parts:
             digest.update(b"".join(map(bytes_of, (prompt, *ys))))
-        if len({*exchange(digest.digest())}) > 1:
-            raise BadInput(f"the processes know different log-probs: do all of them read the same {path}?")
+        if len(set(all_gather(digest.digest()))) > 1:
+            raise BadInput(f"the processes have different caches: do all of them read the same {path}?")
         if missing:
             try:
                 if path:
-                    self.save(path)  # now, not after the pass: can it be written?
+                    self.save(path)  # a path that cannot be written fails now
             except OSError as error:
                 raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
             model = load_model()
@@ -450,24 +453,24 @@ class ReferenceCache(Mapping):
 
     @torch.no_grad()
     def score(self, model, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0, path=None):
-        """Scores what is missing with `model`. Saves to `path` every minute or less often, at the end, and on an error."""
+        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an exception."""
         if base_model(model) not in HEADS:
             share_prompts(model, dtype)  # before the groups are packed
         todo = self.missing(groups, tokens_per_forward if shares_prompts(model) else 0)  # 0: one row per completion
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
-        tokens, new, due = [len(prompt) + sum(map(len, ys)) for prompt, ys in todo], {}, time.monotonic() + 60
+        tokens, new, due = [len(prompt) + sum(map(len, ys)) for prompt, ys in todo], [], time.monotonic() + 60
         total = sum(tokens[i] for batch in batches for i in batch)
         try:
             with eval_mode(model), tqdm(desc="reference", total=total, unit="tok", unit_scale=True) as bar:
                 for batch in batches:  # longest first: out of memory comes early
-                    groups = [todo[i] for i in batch or [0]]  # no work: FSDP wants the same number of forwards
-                    logps = completion_logprobs(model, groups, tokens_per_forward, dtype, temperature)
+                    some = [todo[i] for i in batch or [0]]  # []: no work, but FSDP needs equally many forwards
+                    logps = completion_logprobs(model, some, tokens_per_forward, dtype, temperature)
                     flat = torch.cat([y for completions in logps for y in completions]).cpu()  # one transfer
                     if not flat.isfinite().all():
                         raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
-                    for (prompt, completions), rows in zip(groups, ragged(flat, groups)):
+                    for (prompt, completions), rows in zip(some, ragged(flat, some)):
                         scored = {bytes_of(y): row.numpy().tobytes() for y, row in zip(completions, rows)}
-                        new[bytes_of(prompt)] = new.get(bytes_of(prompt), {}) | scored
+                        new.append((bytes_of(prompt), scored))
                         self.table.setdefault(bytes_of(prompt), {}).update(scored)
                     bar.update(sum(tokens[i] for i in batch))
                     if path and time.monotonic() > due:
@@ -478,14 +481,14 @@ class ReferenceCache(Mapping):
             if path:
                 self.save(path)
             raise
-        for theirs in exchange(new) if processes()[1] > 1 else ():
-            for prompt, scored in theirs.items():
+        for theirs in all_gather(new):
+            for prompt, scored in theirs:
                 self.table.setdefault(prompt, {}).update(scored)
         if path and processes()[0] == 0:
             self.save(path)
 
     def keep(self, groups: Groups):
-        """Forgets what is not in `groups`."""
+        """Removes what is not in `groups`."""
         wanted: dict = {}
         for prompt, completions in groups:
             wanted.setdefault(bytes_of(prompt), set()).update(map(bytes_of, completions))
@@ -493,7 +496,7 @@ class ReferenceCache(Mapping):
 
     def missing(self, groups: Groups, tokens_per_forward: int) -> Groups:
         """What is not scored yet: the completions of a prompt together, in parts of at most tokens_per_forward tokens.
-        The parts do not depend on what is known, so that a killed pass goes on with the forwards that it lacks."""
+        The parts do not depend on what is cached, so a killed pass resumes with the remaining forwards."""
         merged, parts = {}, []
         for prompt, completions in groups:
             merged.setdefault(prompt, []).extend(completions)
@@ -504,7 +507,7 @@ class ReferenceCache(Mapping):
         return [part for part in parts if part[1]]
 
     def save(self, path):
-        """The header, a line of JSON, and the table, a pickle: whole or not at all. Keeps what another job saved."""
+        """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
         lock = FileLock(f"{Path(path).resolve()}.lock")
         try:
             held = lock.acquire(timeout=2)
@@ -519,36 +522,36 @@ class ReferenceCache(Mapping):
             write_whole(path, lambda file: file.writelines([header.encode(), table]))
 
     def load(self, path):
-        """Adds the entries of a file. Runs nothing in it. Raises BadInput if it is damaged, or made for another run."""
+        """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged, or has another header."""
         try:
             if not Path(path).is_file():
                 raise BadInput("it is no regular file")
-            header, _, table = Path(path).read_bytes().partition(b"\n")
-            header = json.loads(header)
+            first_line, _, pickled = Path(path).read_bytes().partition(b"\n")
+            header = json.loads(first_line)
             for name, mine in self.header.items():
                 if header.get(name) != mine:
                     theirs = str(header.get(name))[:80]
                     raise BadInput(f"it was made with {name} {theirs!r}, but this run has {name} {mine[:80]!r}")
-            if hashlib.sha256(table).hexdigest() != header["sha256"]:
+            if hashlib.sha256(pickled).hexdigest() != header["sha256"]:
                 raise BadInput("its checksum does not match")
-            table = load_builtins(table)
+            table = load_builtins(pickled)
             for prompt, scored in table.items():
-                if len(prompt) % 4 or any(len(y) % 4 or len(y) != memoryview(z).nbytes for y, z in scored.items()):
+                if len(prompt) % 4 or any(len(y) % 4 or len(y) != len(z) for y, z in scored.items()):
                     raise BadInput("its lengths do not match")
                 if not all(np.isfinite(np.frombuffer(z, np.float32)).all() for z in scored.values()):
                     raise BadInput("it holds a log-prob that is not finite")
-        except Exception as error:  # whatever a damaged or hostile file provokes
+        except Exception as error:  # any error of a damaged or hostile file
             raise BadInput(f"{path} cannot be used, {one_line(error)}: delete it, or name another") from None
         for prompt, scored in table.items():
             self.table[prompt] = scored | self.table.get(prompt, {})
 
 
 def load_builtins(data: bytes) -> dict:
-    """A pickle of dicts and bytes. All else is refused before it is read: code, and sizes beyond the file's."""
+    """A pickle of dicts and bytes. All else is refused before unpickling: code, and sizes beyond the file's."""
     allowed = "PROTO FRAME MARK MEMOIZE STOP EMPTY_DICT SETITEM SETITEMS SHORT_BINBYTES BINBYTES".split()
-    others = {opcode.name for opcode, _, _ in pickletools.genops(data)} - set(allowed)  # it also checks every size
+    others = {opcode.name for opcode, _, _ in pickletools.genops(data)} - set(allowed)  # genops also checks sizes
     if others:
-        raise BadInput(f"it holds {min(others)}")
+        raise BadInput(f"pickle opcode {min(others)}")
     return pickle.loads(data)
 
 
@@ -557,30 +560,30 @@ def bytes_of(ids: tuple[int, ...]) -> bytes:
 
 
 class Swap:
-    """The reference's weights in CPU memory. `with swap as model:` brings them into the one model, in place, and the
-    policy's back even when the block raises; the optimizer's state and tied weights never notice. Without `reference`
-    it is the policy as it is now. Only what can differ moves: a LoRA run moves its adapter, and its reference is where
-    that began, the model without it or the SFT adapter. Raises BadInput if the two models are not built alike."""
+    """The reference's weights in CPU memory. `with swap as model:` copies them into the policy, in place, and then the
+    policy's back, even if the block raises. Optimizer state and tied weights are unaffected. Without `reference` it is
+    the policy as it is now. Only weights that can differ are copied: of a LoRA run the adapter, whose initial state
+    (no adapter, or the SFT adapter) is the reference. Raises BadInput if the models have different structures."""
 
     def __init__(self, policy, reference=None):
-        ours, theirs = (structure(model) for model in (policy, reference or policy))
-        if differing := [name for name in ours | theirs if ours.get(name) != theirs.get(name)]:
+        mine, other = structure(policy), structure(reference or policy)
+        if differing := [name for name in mine | other if mine.get(name) != other.get(name)]:
             raise BadInput(f"the reference is not built like the policy: {differing[0]} differs")
         theirs, self.policy, self.ours = (reference or policy).state_dict(), policy, {}
         tensors = {id(t): (name, t) for name, t in policy.state_dict(keep_vars=True).items()}  # tied ones once
         for name, t in tensors.values():  # what trains, the buffers, and what differs although it does not train
             frozen = isinstance(t, torch.nn.Parameter) and not t.requires_grad
-            if any(exchange(not frozen or not torch.equal(local(t), local(theirs[name]).to(local(t))))):
+            if any(all_gather(not frozen or not torch.equal(local(t), local(theirs[name]).to(local(t))))):
                 self.ours[name] = t.detach()
-        self.theirs, self.saved = ({name: torch.empty_like(local(t), device="cpu", pin_memory=t.is_cuda)
-                                    for name, t in self.ours.items()} for _ in range(2))
+        self.theirs = {n: torch.empty_like(local(t), device="cpu", pin_memory=t.is_cuda) for n, t in self.ours.items()}
+        self.saved = {n: torch.empty_like(t, pin_memory=t.is_pinned()) for n, t in self.theirs.items()}
         copy(theirs, self.theirs)
 
     def __enter__(self):
         copy(self.ours, self.saved)
         try:
             copy(self.theirs, self.ours)
-        except BaseException:  # no block has begun that could end
+        except BaseException:  # __exit__ will not be called
             copy(self.saved, self.ours)
             raise
         return self.policy
@@ -596,7 +599,7 @@ class Swap:
 
     def state_dict(self):
         with self:
-            return {name: whole(tensor).to("cpu", copy=True) for name, tensor in self.ours.items()}
+            return {name: full_tensor(tensor).to("cpu", copy=True) for name, tensor in self.ours.items()}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]):
         copy({name: part_of(state[name], tensor) for name, tensor in self.ours.items()}, self.theirs)
@@ -605,14 +608,14 @@ class Swap:
 @torch.no_grad()
 def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
     for name, tensor in target.items():
-        tensor = local(tensor)  # in stream order; view_as: copy_ would broadcast
+        tensor = local(tensor)  # without view_as, copy_ would broadcast
         tensor.copy_(local(source[name]).view_as(tensor), non_blocking=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def structure(model) -> dict:
-    """What two models must have in common to swap weights: shapes, and the config as far as it changes log-probs."""
+    """What two models must have in common to swap weights: shapes, and config fields that change log-probs."""
     cosmetic = ("_name_or_path", "architectures", "dtype", "initializer_range", "transformers_version", "use_cache")
     config = {name: value for name, value in base_model(model).config.to_dict().items() if name not in cosmetic}
     config = {name: value for name, value in config.items() if "dropout" not in name and not name.endswith("token_id")}
@@ -621,20 +624,20 @@ def structure(model) -> dict:
 
 
 def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0):
-    """log π_ref of these completions: a complete cache as it is; a Swap, or nullcontext(model), is entered once."""
+    """log π_ref of these completions: a cache is returned as it is; a Swap or nullcontext(model) is entered once."""
     if reference is None or isinstance(reference, ReferenceCache):
         return reference
     known = ReferenceCache()
-    with reference as model:  # the expensive thing: weights come in, and go out again
+    with reference as model:  # the expensive thing: weights are copied in and out
         known.score(model, groups, tokens_per_forward, dtype, temperature)
     return known
 
 
 def checkpoint_digest(folder: str, base: str = "") -> str:
-    """What a folder's weights are: SHA-256 of config and safetensors files; of an adapter with its base's digest."""
+    """Identifies a folder's weights: SHA-256 of config and safetensors files, and for an adapter the base's digest."""
     kind = "adapter_" if base else ""
     config = json.loads((Path(folder) / f"{kind}config.json").read_text())
-    config |= dict(transformers_version=None, _name_or_path=None)  # they change no log-prob
+    config |= dict(transformers_version=None, _name_or_path=None)  # no effect on log-probs
     digest = hashlib.sha256((json.dumps(config, sort_keys=True) + base).encode())
     files = sorted(Path(folder).glob(f"{kind}model*.safetensors"))
     for file in files or [Path(folder) / f"{kind}model.safetensors"]:  # without any: FileNotFoundError
@@ -650,12 +653,12 @@ def tokenizer_digest(tokenizer) -> str:
 
 
 def write_whole(path, write: Callable):
-    """A file that is there whole or not at all, even after a power cut: `write` fills another, which takes its name."""
-    path = Path(path).resolve()  # a link stays, and its target is replaced
+    """Writes a file atomically, even across a power cut: `write` fills a temporary file, which is renamed to `path`."""
+    path = Path(path).resolve()  # a symlink stays, its target is replaced
     partial_file = path.with_name(f".{path.name}.partial")
-    partial_file.unlink(missing_ok=True)  # a kill left it
+    partial_file.unlink(missing_ok=True)  # of a killed run
     try:
-        with open(partial_file, "xb") as file:  # x: follows no link
+        with open(partial_file, "xb") as file:  # x: no symlink
             write(file)
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""RLOO: learn from a reward, with k samples of a prompt as each other's baseline.
+"""RLOO: learn from a reward. The other samples of a prompt are the baseline.
 
 Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv:2402.14740, leave-one-out:
 
@@ -9,20 +9,20 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
     torchrun --nproc_per_node=8 rloo.py --model ...                         # on 8 GPUs
 
-A prompt costs its tokens once, whatever k is: once in the rollout, whose cache is expanded to k rows, once in the
-reference pass and once in training. The reference scores all samples of a step together: its weights come in and go out
-once. The same command resumes a run that was stopped or killed.
+A prompt is encoded once for its k samples: in the rollout (its keys and values are then copied to k rows), in the
+reference pass and in training. The reference scores all samples of a step together, so its weights are swapped in once
+per step. To resume a run that was stopped or killed, run the same command again.
 
 Data      rows `prompt`, a string or chat messages, and any columns for the reward. rewards.py:f is a function
-          f(prompts, completions, completion_ids, **columns) -> one float per completion, or None where it has nothing
-          to say: 0 beside other rewards. A sample without any reward is left out, also of its siblings' baseline.
+          f(prompts, completions, completion_ids, **columns) -> one float per completion, or None for no reward, which
+          adds 0. A sample that gets None from all functions is left out, also from the baseline of the others.
 Not here  quantized weights, tools, several turns, vLLM, KL in the loss instead of in the reward.
 Shapes    B prompts per step, k samples each: rewards, log-probs and advantages are (B, k).
 Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function |
-          frac_reward_zero_std: share of prompts whose samples all got the same | kl: log π − log π_ref per token |
-          entropy: of the distribution that was sampled from, in nats per token | completions/mean_length |
-          completions/clipped_ratio: share of samples that max_new_tokens cut off | clip_ratio: share of ratios beyond
-          the clip, without gradient | loss | grad_norm before clipping (these three of the step's last update) | lr |
+          frac_reward_zero_std: share of prompts with equal rewards | kl: log π − log π_ref per token |
+          entropy: of the sampling distribution, in nats per token | completions/mean_length |
+          completions/clipped_ratio: share of samples cut off by max_new_tokens | clip_ratio: share of samples
+          whose ratio is clipped | loss | grad_norm before clipping (these three: of the last update of a step) | lr |
           num_tokens so far, a prompt counted once. eval_*: held out; eval_score: mean of --score.
 """
 import csv
@@ -52,79 +52,79 @@ import tyro
 
 DEMO = {"model": "demo/model", "data": "demo/prompts.jsonl", "eval_data": "demo/prompts_test.jsonl",
         "score": "demo/score.py:success", "reward": "demo/score.py:sentiment"}
-TODAY = datetime(2026, 1, 1)  # what chat templates print as today: the same rows every day
+TODAY = datetime(2026, 1, 1)  # "today" in chat templates: the same rows every day
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 
 
 @dataclass
 class Args:
-    model: str | None = None  # policy: checkpoint folder or hub name; None is the demo's, with its data
-    data: str | None = None  # prompts: .jsonl .json .csv .parquet, or hub NAME[:CONFIG][:SPLIT]
-    eval_data: str | None = None  # held-out prompts, in the same formats; None: eval_size prompts of data
-    eval_size: int = 128  # prompts held out of data where there is no eval_data; at most a tenth of them
+    model: str | None = None  # policy: checkpoint folder or hub name; None: the demo's model and data
+    data: str | None = None  # prompts: .jsonl .json .csv .parquet, or hub NAME[[:CONFIG]:SPLIT]
+    eval_data: str | None = None  # held-out prompts, same formats; None: eval_size prompts split off data
+    eval_size: int = 128  # prompts held out of data if there is no eval_data; at most a tenth of them
     chat_template_kwargs: str = "{}"  # JSON for the chat template, such as {"enable_thinking": false}
     out: str = "out/rloo"  # folder for the model, metrics.jsonl, samples.jsonl, checkpoint.pt
 
-    reward: tuple[str, ...] = ()  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats or None; added up
-    reward_model: str | None = None  # a sequence classifier with one output, added too: folder or hub name
-    reward_weights: tuple[float, ...] = ()  # of the functions, then of the model; none: 1 each
+    reward: tuple[str, ...] = ()  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats or None; summed
+    reward_model: str | None = None  # sequence classifier with one output, added to the rewards: folder or hub name
+    reward_weights: tuple[float, ...] = ()  # of the functions, then the model; empty: 1 each
     reward_clip: tuple[float, float] | None = None  # the total reward is clamped to this range, before KL
 
-    ref: Literal["swap", "live"] = "swap"  # reference, unless beta is 0: its weights on the CPU, or a second model
-    ref_model: str | None = None  # reference: checkpoint folder or hub name; None is the model itself
-    sync_reference: int | None = None  # steps after which the reference follows the policy; with --ref swap
+    ref: Literal["swap", "live"] = "swap"  # the reference: its weights on the CPU, or a second model
+    ref_model: str | None = None  # reference: checkpoint folder or hub name; None: same as --model
+    sync_reference: int | None = None  # update the reference every so many steps; needs --ref swap
     sync_mix: float = 1.0  # weight of the policy in each sync; 1 copies it
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
-    lora_alpha: float | None = None  # its scale is alpha / r; None is 2 r
-    lora_dropout: float = 0.0  # of an adapter, in training steps only
-    lora_target: str = "all-linear"  # layer names, comma between them
-    merge: bool = False  # save the whole model, the adapter merged into it
+    lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
+    lora_dropout: float = 0.0  # dropout in the adapter while training
+    lora_target: str = "all-linear"  # layer names, comma-separated
+    merge: bool = False  # save the whole model, with the adapter merged
 
     k: int = 4  # samples per prompt; TRL's num_generations
-    beta: float = 0.05  # price of a nat away from the reference; 0: no reference
-    updates_per_rollout: int = 1  # optimizer steps on the same samples; from the second on the ratio is clipped
+    beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
+    updates_per_rollout: int = 1  # optimizer steps per rollout; clipping can act from the second on
     clip_eps: float = 0.2  # the ratio is clipped to [1 − clip_eps, 1 + clip_eps]
-    mask_truncated: bool = False  # leave samples without an end out, also of their siblings' baseline
+    mask_truncated: bool = False  # leave out samples without EOS, also from the baseline
 
-    temperature: float = 1.0  # of the samples, and of the log-probs with them
-    top_p: float = 1.0  # nucleus sampling; log-probs and gradient are still the whole distribution's
-    top_k: int = 0  # the same; 0 is off
-    max_new_tokens: int = 128  # of a sample
-    rollout_tokens: int = 65536  # places in the cache of one rollout batch; memory and speed only, never the result
+    temperature: float = 1.0  # of sampling, and of all log-probs
+    top_p: float = 1.0  # nucleus sampling; log-probs and gradients use the full distribution
+    top_k: int = 0  # top-k sampling, likewise; 0: off
+    max_new_tokens: int = 128  # per sample
+    rollout_tokens: int = 65536  # KV-cache positions per rollout batch; memory and speed only, never the result
 
-    steps: int | None = None  # rollouts; None: as epochs says; 0: only evaluate
+    steps: int | None = None  # rollouts; None: from epochs; 0: only evaluate
     epochs: float = 1.0  # passes over the data
     batch_size: int = 8  # prompts per step
-    lr: float | None = None  # peak learning rate; None is 1e-6, for the demo 2e-4
+    lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    warmup: float = 0.1  # share of the steps
+    warmup: float = 0.1  # fraction of steps in which lr rises
     weight_decay: float = 0.0  # AdamW's
-    max_grad_norm: float = 1.0  # longer gradients are clipped
-    max_length: int = 1024  # tokens of prompt and sample; longer prompts are dropped, and counted
-    truncate: bool = False  # cut the beginning of prompts that are strings instead
+    max_grad_norm: float = 1.0  # clip the gradient norm to this
+    max_length: int = 1024  # tokens of prompt + sample; longer prompts are dropped and counted
+    truncate: bool = False  # instead cut string prompts at their beginning
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards (auto: bfloat16 on CUDA); weights are float32
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model, whose numbers the last eval_* are
+    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; the last eval_* measure it
     parallel: Literal["fsdp", "ddp"] = "fsdp"  # under torchrun: weights split over the processes, or a copy in each
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
     seed: int = 0  # of data order, held-out split and samples
 
-    save_every: int = 100  # steps between checkpoints, from which the same command goes on
+    save_every: int = 100  # steps between checkpoints, from which a run resumes
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts answered at every evaluation
     score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, of held-out answers only
-    show_data: bool = False  # print one prompt as the model reads it, and stop
+    show_data: bool = False  # print one prompt as the model sees it, and exit
     tensorboard: bool = False  # also write TensorBoard events
 
 
 if __name__ == "__main__":
-    if int(os.environ.get("RANK", 0)):  # under torchrun the first process speaks
+    if int(os.environ.get("RANK", 0)):  # under torchrun only rank 0 prints
         sys.stdout = sys.stderr = open(os.devnull, "w")
     given = [word.split("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")]
     for flag in {flag for flag in given if given.count(flag) > 1}:
-        print(f"{flag} is given twice: give all of its values after one {flag}", file=sys.stderr)
+        print(f"{flag} is given twice: put all values after one {flag}", file=sys.stderr)
         sys.exit(2)
     ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
 
@@ -144,24 +144,25 @@ from transformers import AutoTokenizer, logging, set_seed  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from typeguard import check_type  # noqa: E402  comes with tyro
 from refcache import (  # noqa: E402
-    BadInput, Swap, add_up, autocast, base_model, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, eval_mode, exchange, log_ratios, micro_batches, one_line, out_of_memory, pack, part_of, processes,
-    reference_logprobs, shard, share_out, share_prompts, shares_prompts, tokenizer_digest, whole, write_whole)
+    BadInput, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
+    completion_logprobs, context_length, eval_mode, full_tensor, log_ratios, micro_batches, one_line, out_of_memory,
+    pack, part_of, processes, reference_logprobs, shard, share_out, share_prompts, shares_prompts, tokenizer_digest,
+    write_whole)
 
 # ---- The loss -------------------------------------------------------------------------------------------------------
 
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
-    """(B, k) -> (B, k): each reward minus the mean of its siblings'. NaN is a sample that is left out: it has no
-    advantage and is in no baseline. A sample alone has nothing to be compared with. Never divided by the standard
-    deviation: that would be biased."""
+    """(B, k) -> (B, k): each reward minus the mean reward of the prompt's other samples. NaN marks a sample that is
+    left out: its advantage is 0, and no baseline contains it. A single sample has advantage 0. Not divided by the
+    standard deviation, which would bias the gradient."""
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (B, 1)
     baseline = (rewards.nansum(dim=1, keepdim=True) - rewards) / (counts - 1)  # of (1)
     return torch.where(counts > 1, rewards - baseline, 0.0).nan_to_num(0.0)
 
 
 def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
-    """The loss of every sample. At old_logp = logp its gradient is −advantage · ∇ log π(y|x), the estimator above."""
-    ratio = torch.exp((logp - old_logp).clamp(max=88))  # of the sequence, the action; e^89 is inf, and inf · 0 NaN
+    """The loss per sample, (b, k). Where old_logp = logp its gradient is −advantage · ∇ log π(y|x), as in (1)."""
+    ratio = torch.exp((logp - old_logp).clamp(max=88))  # of whole sequences; e^89 is inf, and inf · 0 is NaN
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages)
 
 
@@ -181,7 +182,7 @@ def refusing(what: str):
     """Turns any exception raised in this block into a BadInput error, except BadInput, Skip and out of memory."""
     try:
         yield
-    except BaseException as error:  # a panic in Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         if isinstance(error, (BadInput, Skip, KeyboardInterrupt, GeneratorExit)) or out_of_memory(error):
             raise
         missing = isinstance(error, ModuleNotFoundError)
@@ -193,8 +194,8 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     kind, is_file, rows = Path(source.lower().removesuffix(".gz")).suffix[1:], Path(source).is_file(), []
     known = kind in ("jsonl", "json", "csv", "parquet")
     refuse(known and not is_file, f"{source}: there is no such file")
-    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet, and .gz perhaps")
-    most = 2**20 + 300 * os.path.getsize(source) if is_file else 0  # bytes: more is a bomb
+    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet (or + .gz)")
+    most = 2**20 + 300 * os.path.getsize(source) if is_file else 0  # bytes; more is a decompression bomb
     with refusing(f"cannot read {source}"):
         if not is_file:
             import datasets
@@ -202,18 +203,18 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
             name, *rest = source.split(":")
             split = rest.pop() if rest else "train"
             if not huggingface_hub.constants.HF_HUB_OFFLINE:
-                huggingface_hub.HfApi().dataset_info(name, timeout=5)  # datasets tries half a minute if nobody answers
+                huggingface_hub.HfApi().dataset_info(name, timeout=5)  # datasets would retry for 30 s when offline
             rows = datasets.load_dataset(name, *rest, split=split)
         elif kind == "parquet":
-            import pyarrow.parquet  # files not through datasets: its cache may be stale, and it changes values
+            import pyarrow.parquet  # not datasets, whose cache may be stale and which changes values
             for batch in pyarrow.parquet.ParquetFile(source).iter_batches(1000):
                 rows += batch.to_pylist()
                 most -= batch.nbytes
-                refuse(most < 0, "it holds much more than its size", ValueError)
+                refuse(most < 0, "it unpacks to much more than its size", ValueError)
         else:
             with (gzip.open if source.lower().endswith(".gz") else open)(source, "rb") as file:
                 text = b"".join(iter(lambda: file.read(min(2**20, most + 1 - file.tell())), b""))
-                refuse(len(text) > most, "it holds much more than its size", ValueError)
+                refuse(len(text) > most, "it unpacks to much more than its size", ValueError)
             if kind == "csv":
                 rows = list(csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""), strict=True))
                 refuse(any(None in row for row in rows), "a row has more cells than the header", ValueError)
@@ -243,15 +244,15 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
 
 
 def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[int], list[list[int]]]:
-    """What the tokenizer puts in front of a text; and after that the tokens of the prompt, and of prompt + each answer.
-    Strings end with the tokenizer's EOS; chats are what their template says."""
+    """Returns the ids that the tokenizer puts before a text (BOS), and [ids of the prompt, of prompt + each answer].
+    Strings end with the tokenizer's EOS; chats as their template says."""
     front = []
     with refusing(f"{where} cannot be rendered"):  # no template, no EOS token, a template that refuses a system message
         if isinstance(prompt, str):
             end = tokenizer.eos_token
             texts = [prompt, *(prompt + answer.removesuffix(end) + end for answer in answers)]
-            a, whole = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
-            front = whole[:next((i for i in range(len(whole)) if whole[i:i + len(a)] == a), 0)]  # BOS, a language code
+            a, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+            front = full[:next((i for i in range(len(full)) if full[i:i + len(a)] == a), 0)]  # BOS, a language code
         else:
             dated = re.sub(r"strftime_now\((['\"])(.*?)\1\)", lambda call: repr(TODAY.strftime(call[2])),
                            tokenizer.get_chat_template())  # the same rows every day
@@ -263,14 +264,14 @@ def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[i
 
 
 def common_prefix(sequences: list) -> int:
-    """How many items at their beginning all sequences have in common."""
+    """Length of the longest common prefix of the sequences."""
     differ = (n for n, items in enumerate(zip(*sequences)) if any(item != items[0] for item in items))
     return next(differ, min(map(len, sequences)))
 
 
 def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> list[tuple[tuple, list[tuple], dict]]:
     """[(prompt ids, [answer ids, ..], row), ..] of the rows that fit; parse(row, where) gives a prompt and its answers.
-    Says what it left out and why. The boundary between prompt and answer is the cache's key: it is drawn only here."""
+    Says what it left out and why. The prompt/answer boundary is part of the cache's key: it is set only here."""
     rows, kept, notes, ints = read_rows(source), [], {}, {}
     if "strftime_now" in str(tokenizer.chat_template):
         print(f"the chat template names today's date: here it is always {TODAY:%d %B %Y}")
@@ -282,11 +283,11 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
             front, ids = tokenize(tokenizer, prompt, answers, args, where)
             over = len(front) + max(map(len, ids)) - max_length
             if over > 0:
-                if not (args.truncate and isinstance(prompt, str) and over < len(ids[0])):  # of chats: the roles
+                if not (args.truncate and isinstance(prompt, str) and over < len(ids[0])):  # a chat would lose roles
                     raise Skip(f"longer than {max_length} tokens")
                 ids = [x[over:] for x in ids]
                 notes.setdefault(f"truncated to {max_length} tokens", []).append(where)
-            end = common_prefix(ids)  # a token may span the prompt's end, or a template end a lone prompt otherwise
+            end = common_prefix(ids)  # a token may cross the boundary, or a template end a lone prompt differently
             if end < len(ids[0]):
                 notes.setdefault("with a prompt cut to the tokens that prompt + answer begin with", []).append(where)
             parts = [front + ids[0][:end], *(x[end:] for x in ids[1:])]
@@ -306,7 +307,7 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
 
 class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
-    row: dict  # as it stands in the file: the prompt, and columns for the reward
+    row: dict  # as read from the file: the prompt, and columns for the reward
 
 
 def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
@@ -316,28 +317,23 @@ def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
 
 # ---- Several processes: the same in dpo.py, kto.py and rloo.py ------------------------------------------------------
 
-def join_processes() -> str:
-    """Under torchrun: meets the other processes. Returns this one's device."""
+def init_processes() -> str:
+    """Joins the process group under torchrun. Returns this process's device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" in os.environ and not dist.is_initialized():
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()  # NCCL for what is on GPUs, gloo for what is on CPUs
+        dist.init_process_group()  # NCCL for GPU tensors, gloo for CPU tensors
     return device
-
-
-def any_process(here: bool, device: str) -> bool:
-    """True on all processes where it is true on one."""
-    return add_up(torch.tensor(float(here), device=device)).item() > 0
 
 
 @contextmanager
 def gathered(model):
-    """Every process has all weights in this block, if there is room on all: else each forward gathers them layer by
-    layer, and all processes must run the same number of forwards. Yields whether they must."""
+    """Unshards the model in this block if all processes have the memory. Otherwise each forward gathers layer by layer,
+    and all processes must run the same number of forwards. Yields whether they must."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     size, device = sum(p.numel() * p.element_size() for p in model.parameters()), model.device.type
-    in_step = any_process(device == "cuda" and size > 0.5 * torch.cuda.mem_get_info()[0], device)
+    in_step = any(all_gather(device == "cuda" and size > 0.5 * torch.cuda.mem_get_info()[0]))
     for module in [] if in_step else parts:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
@@ -349,12 +345,12 @@ def gathered(model):
             module.reshard()
 
 
-def whole_state(state):
-    """A state dict with the parts of all processes in it, on the first one; the others only help."""
+def full_state_dict(state):
+    """The full state dict on rank 0, gathered from all processes; None for sharded tensors on the others."""
     if isinstance(state, dict):
-        return {name: whole_state(value) for name, value in state.items()}
+        return {name: full_state_dict(value) for name, value in state.items()}
     if isinstance(state, DTensor):
-        state = whole(state)  # one tensor at a time is whole on a GPU
+        state = full_tensor(state)  # one tensor at a time is whole on a GPU
         state = state.cpu() if processes()[0] == 0 else None
     return state
 
@@ -389,7 +385,7 @@ def digest_of(folder: str) -> str:
 
 
 def load_tokenizer(folder: str):
-    """The tokenizer of a checkpoint, and the number of tokens in its longest row."""
+    """The tokenizer of a checkpoint, and the model's context length."""
     base = adapter_base(folder) or folder
     with refusing(f"cannot load the tokenizer of {folder}"):
         longest = context_length(AutoConfig.from_pretrained(base, trust_remote_code=False))
@@ -406,13 +402,13 @@ def from_checkpoint(kind, folder: str):
         model, info = kind.from_pretrained(folder, config=config, dtype="auto", use_safetensors=True,
                                            trust_remote_code=False, output_loading_info=True)
     missing = [*info["missing_keys"], *info["mismatched_keys"]]
-    refuse(missing, f"{folder} lacks weights ({missing[:1]}, ..), which would be noise: name another model")
+    refuse(missing, f"{folder} lacks weights ({missing[:1]}, ..), which would be random: name another model")
     return model
 
 
 def load_model(folder: str, device: str, args, trains: bool = False):
     """The policy if it `trains`, with a new adapter if there is --lora_r (LoRA, arXiv:2106.09685), else a frozen
-    reference. An adapter comes on its base. What trains is float32."""
+    reference. An adapter is loaded onto its base. Trained weights are float32."""
     base, lora = adapter_base(folder), args.lora_r if trains else None
     model = from_checkpoint(AutoModelForCausalLM, base or folder)
     stored = model.requires_grad_(trains and not base).dtype
@@ -437,25 +433,25 @@ def load_model(folder: str, device: str, args, trains: bool = False):
                                                            use_safetensors=True)
             else:
                 model = peft.get_peft_model(model, config)
-                for module in model.modules():  # again in float32: peft drew them in the model's dtype
+                for module in model.modules():  # init again in float32: peft used the model's dtype
                     if hasattr(module, "reset_lora_parameters"):
                         module.reset_lora_parameters("default", True)
-    if dist.is_initialized():  # before float(): until then the weights lie in the file, and take no memory
+    if dist.is_initialized():  # before float(): until then the weights are memory-mapped
         rank, ranks = processes()
-        shape = {"fsdp": (ranks,), "ddp": (ranks, 1)}[args.parallel]
-        mesh = init_device_mesh(device, shape, mesh_dim_names=("copies", "parts")[-len(shape):])
+        shape, names = ((ranks,), ("parts",)) if args.parallel == "fsdp" else ((ranks, 1), ("copies", "parts"))
+        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
         shard(model, mesh, args.dtype)
     model = model.float().eval().to(device)
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
-            module.train()  # the one dropout there is; eval_mode turns it off for all but training steps
+            module.train()  # the only dropout; eval_mode turns it off outside training steps
     if trains and args.gradient_checkpointing:
         checkpoint_layers(base_model(model))
     with refusing(f"{folder} cannot be used"):
         share_prompts(model, args.dtype)
     alone = not dist.is_initialized() and not base_model(model)._is_stateful
     if args.dtype == "bfloat16" and stored == torch.bfloat16 and alone:
-        for module in model.modules():  # autocast makes the same bits of float32 copies, in twice the memory
+        for module in model.modules():  # same bits as autocast of float32 weights, in half the memory
             if type(module) is torch.nn.Linear and not module.weight.requires_grad:
                 module.weight.data = module.weight.data.bfloat16()
     return model
@@ -473,14 +469,14 @@ def checkpoint_layers(model, use_reentrant: bool = False):
 def save_model(model, tokenizer, out: Path, args):
     """out/model as save_pretrained writes it, whole or not at all. Of a LoRA run it is the adapter, unless --merge."""
     model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
-    state = whole_state(model.to(getattr(torch, args.save_dtype)).state_dict())
+    state = full_state_dict(model.to(getattr(torch, args.save_dtype)).state_dict())
     if processes()[0]:
         return
     for folder in (out / ".model", out / "model"):
-        shutil.rmtree(folder, ignore_errors=True)  # of this run, killed when it had nothing left but to finish
+        shutil.rmtree(folder, ignore_errors=True)  # left by this run, killed just before its end
     try:
         model.save_pretrained(out / ".model", state_dict=state)
-    except SafetensorError as error:  # what safetensors makes of a full disk
+    except SafetensorError as error:  # safetensors' error on a full disk
         raise OSError(f"cannot write {out / 'model'}: {one_line(error)}") from error
     tokenizer.save_pretrained(out / ".model")
     for path in (out / ".model").iterdir():
@@ -489,19 +485,11 @@ def save_model(model, tokenizer, out: Path, args):
     os.replace(out / ".model", out / "model")
 
 
-def hold_reference(folders: dict[str, str], policy, device: str, args):
-    """Swapped in from the CPU (of a LoRA run the adapter alone: the base comes with the policy), or a second model."""
-    if args.ref == "live":
-        return nullcontext(load_model(folders["ref_model"], device, args))
-    other = folders["ref_model"] != folders["model"]
-    return Swap(policy, load_model(folders["ref_model"], "cpu", args) if other else None)
-
-
 def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function. The one place that runs a user's code, because the user asks for it."""
     with refusing(f"cannot load {spec} as FILE.py:FUNCTION"):
         file, name = os.path.expanduser(spec).rsplit(":", 1)
-        sys.path.insert(0, str(Path(file).resolve().parent))  # it may import its neighbours, and multiprocessing it
+        sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports, and for multiprocessing
         module = importlib.import_module(Path(file).stem)
         refuse(not Path(module.__file__).samefile(file), f"{module.__file__} has its name: rename one", ImportError)
         return getattr(module, name)
@@ -512,7 +500,7 @@ def load_function(spec: str) -> Callable:
 class Rollout(NamedTuple):
     groups: list  # [(prompt, [y_1 .. y_k]), ..]: token ids, a sample with its stop token
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
-    logps: torch.Tensor  # (B, k): log π(y|x) as the sampler saw it
+    logps: torch.Tensor  # (B, k): log π(y|x) of the sampler
     entropy: float  # nats per token
 
 
@@ -525,27 +513,27 @@ def stop_tokens(model, tokenizer) -> list[int]:
 
 @torch.no_grad()
 def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Rollout:
-    """y_1 .. y_k ~ π(·|x) of (1), for each prompt: the policy's own distribution, whatever its generation config says.
-    Sample i of prompt b draws its t-th token with the uniform number u[b, i, t], a function of (seed, step): how
-    prompts are batched or padded changes no sample, but for rounding at the edge of two tokens."""
+    """y_1 .. y_k ~ π(·|x) of (1), for each prompt: the generation config's top_k, top_p and temperature are ignored.
+    Token t of sample i of prompt b is drawn with the uniform number u[b, i, t], a function of (seed, step). So samples
+    do not depend on batching or padding, except when rounding moves u to the next token."""
     u = torch.from_numpy(generator(args.seed, "rollout", step).random((len(prompts), k, args.max_new_tokens)))
     places = [len(prompt) + args.max_new_tokens for prompt in prompts]
     def batches(budget):
         packed = pack(places, budget, [k] * len(prompts))
         if shares_prompts(policy):
-            return packed  # other models may see padding: rows of one length only
+            return packed  # other models may see padding: one length per batch
         return [[i for i in batch if places[i] == n] for batch in packed for n in {places[i]: 0 for i in batch}]
 
     ends, samples = stop_tokens(policy, tokenizer), {}
     with (gathered(policy) as in_step, eval_mode(policy), autocast(policy, args.dtype),
           refusing(f"cannot sample from {args.model}")):
         for batch in tqdm(share_out(batches, args.rollout_tokens, *processes()), desc="sample", leave=False, delay=2):
-            some = batch or [0]  # no work for this process
+            some = batch or [0]  # an empty batch: a forward as in the other processes
             some_u = u[some].to(policy.device)
             drawn = decode(base_model(policy), [prompts[i] for i in some], some_u, ends, in_step, args)
             for n, i in enumerate(batch):
                 samples[i] = drawn[n * k:n * k + k]  # [(token ids, log-prob, entropy), ..]: sums over the tokens
-    samples = {i: drawn for part in exchange(samples) for i, drawn in part.items()}
+    samples = {i: drawn for part in all_gather(samples) for i, drawn in part.items()}
     groups = [(prompt, [y for y, _, _ in samples[i]]) for i, prompt in enumerate(prompts)]
     logps = torch.tensor([[logp for _, logp, _ in samples[i]] for i in range(len(prompts))])
     entropy = sum(entropy for drawn in samples.values() for *_, entropy in drawn)
@@ -555,12 +543,12 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
 
 def decode(core, prompts: list[tuple], u: torch.Tensor, ends: list[int], in_step: bool, args: Args) -> list[tuple]:
     """The sampling loop. u (B, k, T) -> for each of B · k samples its token ids, log-prob and entropy (sums). in_step:
-    the processes run the same number of forwards."""
+    all processes must run equally many forwards."""
     (B, k, T), device, expand = u.shape, core.device, shares_prompts(core)
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, 0, "left").to(device)  # (B, longest)
     mask = pad_sequence([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], True, 0, "left").to(device)
-    if expand:  # every prompt goes through the model once, then its keys and values serve k rows
-        positions = (mask.cumsum(1) - 1).clamp(min=0)  # left padding shifts nobody
+    if expand:  # encode every prompt once, then copy its keys and values to k rows
+        positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding is not counted
         out = core(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
         out.past_key_values.batch_repeat_interleave(k)
         logits, mask, positions = (x.repeat_interleave(k, 0) for x in (out.logits[:, -1], mask, positions[:, -1:]))
@@ -568,7 +556,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, ends: list[int], in_step
         out = core(input_ids=ids.repeat_interleave(k, 0), use_cache=True)
         logits = out.logits[:, -1]
     cache = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
-    # rows[j]: which of the B · k samples the j-th row of the cache is; finished ones stay until a quarter is finished
+    # rows[j]: the sample in row j of the cache; finished rows are removed once a quarter of the rows is finished
     rows, u = torch.arange(B * k, device=device), u.flatten(0, 1)
     alive = torch.ones(B * k, dtype=torch.bool, device=device)
     tokens, lengths = torch.zeros(B * k, T, dtype=torch.long, device=device), torch.full((B * k,), T, device=device)
@@ -580,26 +568,26 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, ends: list[int], in_step
         lengths[rows[ended]] = t + 1
         alive &= ~ended
         unfinished = alive.any().item()
-        if t == T - 1 or not (any_process(unfinished, device) if in_step else unfinished):
+        if t == T - 1 or not (any(all_gather(unfinished)) if in_step else unfinished):
             break
         more = {}
         if expand:
-            if unfinished and alive.sum() <= 0.75 * len(alive):  # they leave together: each departure copies the cache
+            if unfinished and alive.sum() <= 0.75 * len(alive):  # removed together: each removal copies the cache
                 stay = alive.nonzero()[:, 0]
                 cache["past_key_values"].batch_select_indices(stay)
                 rows, token, mask, positions, alive = (x[stay] for x in (rows, token, mask, positions, alive))
             mask, positions = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1), positions + 1
             more = dict(attention_mask=mask, position_ids=positions)
         logits = core(input_ids=token[:, None], use_cache=True, **cache, **more).logits[:, -1]
-    late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): drawn for a row that was finished
+    late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): tokens after the end
     logps, entropies = (x.masked_fill(late, 0.0).sum(1).tolist() for x in (logps, entropies))
-    ends_at = zip(tokens.tolist(), logps, entropies, lengths.tolist())
-    return [(tuple(ids[:n]), logp, entropy) for ids, logp, entropy, n in ends_at]
+    samples = zip(tokens.tolist(), lengths.tolist(), logps, entropies)
+    return [(tuple(y[:n]), logp, entropy) for y, n, logp, entropy in samples]
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
-    """One token per row, (n, V) logits and (n,) uniform numbers -> (n,); its log-prob before top_p and top_k; and the
-    entropy of what it was drawn from."""
+    """(n, V) logits, (n,) uniform numbers -> a token per row, (n,); its log-prob before top_k and top_p; the entropy of
+    the distribution after them."""
     logps = torch.log_softmax(logits.float() / temperature, dim=-1)
     probs = logps.exp()
     if top_k or top_p < 1:
@@ -609,7 +597,7 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_
         share[share.cumsum(-1) - share >= top_p] = 0  # the smallest set that reaches top_p stays
         probs = torch.zeros_like(probs).scatter(-1, ids, share / share.sum(-1, keepdim=True))
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
-    token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: none of probability 0
+    token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)
     return token[:, 0], logps.gather(-1, token)[:, 0], -torch.special.xlogy(probs, probs).sum(-1)
 
@@ -617,13 +605,13 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_
 # ---- Rewards --------------------------------------------------------------------------------------------------------
 
 class RewardModel:
-    """A sequence classifier with one output, as a reward function. Between its calls it waits on the CPU."""
+    """A sequence classifier with one output, as a reward function. Between calls it is on the CPU."""
 
     def __init__(self, folder: str, device: str, args: Args):
         self.device, self.args, self.tokenizer = device, args, load_tokenizer(folder)[0]
         self.model = from_checkpoint(AutoModelForSequenceClassification, folder)
-        if self.model.config.num_labels != 1:
-            raise BadInput(f"{folder} is no reward model: it has {self.model.config.num_labels} outputs, and needs one")
+        outputs = self.model.config.num_labels
+        refuse(outputs != 1, f"{folder} is no reward model: it has {outputs} outputs, not one")
 
     @torch.no_grad()
     def __call__(self, prompts, completions, **columns) -> list[float]:
@@ -633,7 +621,7 @@ class RewardModel:
             rows.append(torch.tensor(front + ids))
         if (longest := max(map(len, rows))) > context_length(self.model.config):
             raise BadInput(f"a sample of {longest} tokens is too long for the reward model: lower --max_length")
-        scores, end = torch.zeros(len(rows)), self.model.config.pad_token_id  # by it the model finds a row's end
+        scores, end = torch.zeros(len(rows)), self.model.config.pad_token_id  # the model finds a row's end by it
         self.model.to(self.device)
         for batch in pack(list(map(len, rows)), 0 if end is None else self.args.tokens_per_forward, [1] * len(rows)):
             ids = pad_sequence([rows[i] for i in batch], True, end or 0).to(self.device)
@@ -653,22 +641,22 @@ def load_rewards(rewards: tuple, folders: dict, device: str, args: Args) -> list
         names.append(Path(args.reward_model).name)
     weights = args.reward_weights or [1.0] * len(names)
     refuse(not names, "there is no reward: give --reward FILE.py:FUNCTION or --reward_model")
-    refuse(len({*names}) < len(names), f"two rewards have one name ({', '.join(names)}): rename a function")
+    refuse(len({*names}) < len(names), f"two rewards share a name ({', '.join(names)}): rename a function")
     wrong = len(weights) != len(names) or not any(weights) or math.isnan(sum(weights))
     refuse(wrong, f"--reward_weights must be {len(names)} numbers, not all of them 0")
     return list(zip(names, functions, weights))
 
 
 def call_reward(function: Callable, name: str, texts: list[str], ids: list[tuple], rows: list[dict]) -> list[float]:
-    """Scores in TRL's way: f(prompts, completions, completion_ids, **columns); None, nothing to say, becomes NaN."""
+    """Calls f(prompts, completions, completion_ids, **columns), TRL's signature. None (no reward) becomes NaN."""
     if not rows:
         return []
-    columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(key for row in rows for key in row)}
+    columns = {key: [row.get(key) for row in rows] for key in dict.fromkeys(key for row in rows for key in row)}
     prompts = columns.pop("prompt")
     completions = [y if isinstance(x, str) else [{"role": "assistant", "content": y}] for x, y in zip(prompts, texts)]
     columns |= dict(prompts=prompts, completions=completions, completion_ids=list(map(list, ids)))
     with refusing(f"the reward {name} failed"), torch.no_grad():
-        scores = function(**deepcopy(columns))  # what it changes in place must not reach the next one
+        scores = function(**deepcopy(columns))  # a function may change its arguments in place
         if isinstance(scores, (dict, set)) or len(scores) != len(rows):
             raise ValueError(f"it must return a list of {len(rows)} numbers, not {str(scores)[:60]}")
         for score, text in zip(scores, texts):
@@ -678,19 +666,19 @@ def call_reward(function: Callable, name: str, texts: list[str], ids: list[tuple
 
 
 def judge(drawn: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) -> tuple[torch.Tensor, list[dict], dict]:
-    """The weighted rewards (B, k), NaN where no function had anything to say; lines for samples.jsonl; means."""
+    """Sums of weighted rewards (B, k), NaN without any; lines for samples.jsonl; the mean of each function."""
     ids = [y for _, ys in drawn.groups for y in ys]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     repeated = [row.row for row, (_, ys) in zip(rows, drawn.groups) for _ in ys]
     rank, ranks = processes()
     k, first, stop = len(ids) // len(rows), len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks
-    mine = slice(k * first, k * stop)  # every process judges the samples of some prompts
-    parts = exchange([call_reward(function, name, texts[mine], ids[mine], repeated[mine])
+    mine = slice(k * first, k * stop)  # each process scores the samples of its prompts
+    parts = all_gather([call_reward(function, name, texts[mine], ids[mine], repeated[mine])
                       for name, function, _ in functions])
     scores = [[score for part in parts for score in part[i]] for i in range(len(functions))]
     scores, weights = torch.tensor(scores), torch.tensor([[weight] for *_, weight in functions])  # (functions, B·k)
-    spoke = (~scores.isnan() & (weights != 0)).any(dim=0)  # --score has weight 0: alone it makes no reward
-    total = torch.where(spoke, (weights * scores.nan_to_num(0.0)).sum(dim=0), math.nan)
+    rewarded = (~scores.isnan() & (weights != 0)).any(dim=0)  # --score, with weight 0, is no reward
+    total = torch.where(rewarded, (weights * scores.nan_to_num(0.0)).sum(dim=0), math.nan)
     means = {f"rewards/{name}": row.nanmean().item() for (name, *_), row in zip(functions, scores)}
     means = {name: mean for name, mean in means.items() if not math.isnan(mean)}
     samples = [{"prompt": row["prompt"], "completion": text, "reward": None if math.isnan(reward) else reward}
@@ -700,11 +688,11 @@ def judge(drawn: Rollout, rows: list[Row], tokenizer, functions: list[tuple]) ->
 
 # ---- Flags, order, files of a run: the same in dpo.py, kto.py and rloo.py -------------------------------------------
 
-def settle(args):
-    """Fills in the flags that depend on others. Refuses what would silently mean something else."""
+def resolve_args(args):
+    """Fills in the flags that depend on others, and checks the arguments."""
     may_be_0 = {"lr", "weight_decay", "samples", "steps", "eval_size", "warmup", "seed", "lora_dropout",
-                "label_smoothing", "ld_alpha", "simpo_gamma", "desirable_weight", "undesirable_weight", "top_k", "beta"}
-    logging.disable_progress_bar()  # transformers': one per file is noise
+                "label_smoothing", "ld_alpha", "simpo_gamma", "top_k", "beta"}
+    logging.disable_progress_bar()  # of transformers, one per file
     args = replace(args, **{name: os.path.expanduser(value) for name, value in vars(args).items()
                             if isinstance(value, (str, Path))})
     refuse(not args.out, "--out is empty: name a folder")
@@ -725,7 +713,7 @@ def settle(args):
         demo |= {"lr": 2e-4, "reward": (demo.get("reward"),)}
         args = replace(args, **{name: value for name, value in demo.items() if vars(args).get(name, 0) in (None, ())})
     refuse(not args.model or not args.data, "--model and --data go together: give both, or neither for the demo")
-    refuse(args.merge and args.save_dtype != "float32", "--merge would round what was measured: save float32")
+    refuse(args.merge and args.save_dtype != "float32", "--merge needs --save_dtype float32: rounding changes eval_*")
     refuse(max(args.warmup, args.lora_dropout, args.sync_mix) > 1, "--warmup, --lora_dropout, --sync_mix: at most 1")
     auto = "bfloat16" if torch.cuda.is_available() else "float32"
     return replace(args, lr=1e-6 if args.lr is None else args.lr, dtype=auto if args.dtype == "auto" else args.dtype,
@@ -733,7 +721,7 @@ def settle(args):
 
 
 def refuse_unused(args, only_for: dict[str, tuple]):
-    """{flag: (what it is for, whether that is here)}: refuses a flag that would do nothing."""
+    """{flag: (what it is for, whether that is used)}: BadInput for a flag without effect."""
     for name, (what, used) in only_for.items():
         changed = vars(args)[name] != vars(type(args))[name]  # from its default
         refuse(changed and not used, f"--{name} is for {what}: leave it out, or change that")
@@ -772,8 +760,8 @@ def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
     return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[schedule]
 
 
-def claim(out: Path, inputs: list):
-    """Makes the folder, and locks it: a run shares it with no other one, and with nothing that it reads."""
+def lock_folder(out: Path, inputs: list):
+    """Creates and locks the output folder. Refuses one that another run uses or that holds an input."""
     for path in inputs:
         refuse(Path(path).resolve().is_relative_to(out.resolve()), f"--out {out} holds {path}, an input: name another")
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
@@ -781,59 +769,59 @@ def claim(out: Path, inputs: list):
         new = processes()[0] == 0 and not (out / ".lock").exists() and not (out / "checkpoint.pt").exists()
         for path in (out / name for name in ("checkpoint.pt", METRICS, SAMPLES, "args.json", ".model")):
             wrong = path.is_symlink() or path.exists() and path.is_file() == (path.name == ".model")
-            refuse(wrong, f"{path} is no file of a run: name another --out")
-            refuse(new and path.exists(), f"{path} is there already, and no run has been here: name another --out")
+            refuse(wrong, f"{path} is not a file of a run: name another --out")
+            refuse(new and path.exists(), f"{path} is there already, but not from a run: name another --out")
         return FileLock(out / ".lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
 
 
 def identify(args, rows: list, folders: dict[str, str]) -> dict:
-    """What must be the same for a run to go on and end with the same bits: flags, rows, weights."""
-    digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # whatever path names them
+    """What must be equal for a bitwise-equal resume: flags, rows, weights."""
+    digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # compared by content, not by path
     speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard", "parallel"}
     may_differ = speed | ({"steps", "epochs"} if args.schedule == "constant" else set())
     flags = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
     weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
     digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
     mine = {**flags, **weights, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
-    differing = [name for theirs in exchange(mine) for name in mine if theirs[name] != mine[name]]
+    differing = [name for theirs in all_gather(mine) for name in mine if theirs[name] != mine[name]]
     refuse(differing, f"the processes differ in {differing[:1]}: give all of them the same command and files")
     return {name: value for name, value in mine.items() if name not in may_differ}
 
 
 def save_checkpoint(out: Path, step: int, identity: dict, **objects):
-    """out/checkpoint.pt: the step, and the state of whatever changes. It replaces the last one, whole or not at all."""
+    """Replaces out/checkpoint.pt atomically: the step, and the state_dict of every object that changes."""
     state = {name: dict(thing.state_dict()) for name, thing in objects.items()}
     for name, model in objects.items():
         for key, p in model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ():
             if not p.requires_grad:
                 del state[name][key]  # frozen weights are in the model's own files
-    state = whole_state(state)
+    state = full_state_dict(state)
     if processes()[0]:
         return
     sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
     state |= {"step": step, "identity": identity, "sizes": sizes}
     try:
         write_whole(out / "checkpoint.pt", lambda file: torch.save(state, file))
-    except RuntimeError as error:  # what torch.save makes of a full disk
+    except RuntimeError as error:  # torch.save's error on a full disk
         raise OSError(f"cannot write {out / 'checkpoint.pt'}: {error.__context__ or error}") from error
 
 
 def read_checkpoint(out: Path, identity: dict) -> dict:
-    """What save_checkpoint kept; runs nothing in it. Raises BadInput if it is damaged, or another run's."""
+    """Loads what save_checkpoint wrote, executing nothing in it. BadInput if it is damaged, or another run's."""
     path = out / "checkpoint.pt"
     if not path.exists():
         refuse((out / "model").exists(), f"{out / 'model'} is there already: name another --out")
         return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}}
     with refusing(f"{path} is damaged (delete it to start anew)"):
         archive = zipfile.ZipFile(path)
-        refuse(any(entry.compress_type for entry in archive.infolist()), "it is compressed", ValueError)  # a bomb?
-        refuse(archive.testzip(), "its checksum does not match", ValueError)  # torch.load looks at none
+        refuse(any(entry.compress_type for entry in archive.infolist()), "it is compressed", ValueError)  # or a bomb
+        refuse(archive.testzip(), "its checksum does not match", ValueError)  # torch.load checks none
         pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
         for opcode, name, _ in pickletools.genops(pickled):  # bytearray(10 ** 10) would pass weights_only
             allowed = r"collections OrderedDict|torch._utils _rebuild_tensor_v2|torch \w+Storage"
             refuse("GLOBAL" in opcode.name and not re.fullmatch(allowed, str(name)), f"it holds {name}", ValueError)
         state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)  # processes share its memory
-        refuse(type(state["step"]) is not int or state["step"] < 0, "its step is no number", ValueError)
+        refuse(type(state["step"]) is not int or state["step"] < 0, "its step is invalid", ValueError)
         for name, mine in identity.items():
             theirs = state["identity"].get(name)
             difference = f"{name} {str(theirs)[:80]!r} and not {str(mine)[:80]!r}"
@@ -842,12 +830,12 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
 
 
 def restore(out: Path, state: dict, **objects):
-    """Brings everything back to where the checkpoint left it, the log files too."""
+    """Restores the objects, and truncates the log files, to the checkpoint's step."""
     for name in (METRICS, SAMPLES):
-        with refusing(f"cannot go on with {out / name}"), open(out / name, "ab") as file:
+        with refusing(f"cannot resume {out / name}"), open(out / name, "ab") as file:
             refuse(file.tell() < state["sizes"][name], "it is shorter than it was: name another --out", ValueError)
-            file.truncate(state["sizes"][name])  # what each process does, and all at the same time
-    exchange("truncated")
+            file.truncate(state["sizes"][name])  # all processes do this, and to the same size
+    all_gather("truncated")  # a barrier: no process appends before all have truncated
     for name, thing in objects.items() if state["step"] else ():
         with refusing(f"{out / 'checkpoint.pt'} does not fit this run"):
             if isinstance(thing, torch.nn.Module):
@@ -862,11 +850,10 @@ def restore(out: Path, state: dict, **objects):
                 for i, slots in state[name]["state"].items():
                     slots |= {key: part_of(value, params[i]) for key, value in slots.items() if value.numel() > 1}
                 thing.load_state_dict(state.pop(name))
+                wrong = any(x.numel() not in (1, p.numel()) for p, slots in thing.state.items() for x in slots.values())
+                refuse(wrong, "the optimizer's state has another shape", ValueError)
             else:
                 thing.load_state_dict(state.pop(name))
-            slots = thing.state.items() if isinstance(thing, torch.optim.Optimizer) else ()
-            wrong = any(value.numel() not in (1, p.numel()) for p, values in slots for value in values.values())
-            refuse(wrong, "the optimizer's state has another shape", ValueError)
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -905,7 +892,7 @@ class Log:
 
 @contextmanager
 def interrupt():
-    """Yields a list that SIGTERM or Ctrl-C enters, so that the loop can stop after a step. The second stops at once."""
+    """Yields a list to which SIGTERM or Ctrl-C appends: the loop can stop after a step. A second one stops at once."""
     asked = []
 
     def ask(number, frame):
@@ -915,12 +902,13 @@ def interrupt():
 
     with ExitStack() as after:
         for number in (signal.SIGTERM, signal.SIGINT):
-            after.callback(signal.signal, number, signal.signal(number, ask))  # afterwards the old one is back
+            old = signal.signal(number, ask)
+            after.callback(signal.signal, number, old)  # restores the old handler
         yield asked
 
 
 def report(log: Log):
-    """What changed on held-out data, from the first line of the metrics to the last."""
+    """Prints held-out samples and metrics, before and after training."""
     if processes()[0]:
         return
     first, last = log.history[0], log.history[-1]
@@ -939,7 +927,7 @@ def report(log: Log):
 
 
 def command_line(args):
-    """Runs main(). What a person can mend is one sentence on stderr and an exit code, not a traceback."""
+    """Runs main(). An error that the user can fix prints one sentence and exits, without a traceback."""
     try:
         main(args)
         if dist.is_initialized():
@@ -947,14 +935,14 @@ def command_line(args):
     except (Exception, KeyboardInterrupt) as error:
         sentence = str(error) if isinstance(error, (BadInput, Stopped)) else one_line(error)
         if int(os.environ.get("RANK", 0)) and not isinstance(error, Stopped):  # all processes are Stopped together
-            time.sleep(3)  # if the first process has the same to say, torchrun ends this one meanwhile
+            time.sleep(3)  # if rank 0 fails with the same error, torchrun ends this one meanwhile
             sys.stderr = sys.__stderr__
         if isinstance(error, MemoryError):  # Python's or numpy's: not the model's forwards
             sentence += ": this machine has too little memory"
         elif out_of_memory(error):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
         elif isinstance(error, dist.DistError) or "gloo/transport" in sentence:
-            sentence = "another process has ended: the same command goes on from the last checkpoint"
+            sentence = "another process has died: the same command resumes from the last checkpoint"
         elif not isinstance(error, (BadInput, Stopped, OSError, KeyboardInterrupt)):
             raise
         print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)
@@ -964,7 +952,7 @@ def command_line(args):
 # ---- Training -------------------------------------------------------------------------------------------------------
 
 class Samples(NamedTuple):
-    """The samples of a step, (B, k) each. The first update fills in what its one forward tells."""
+    """The samples of a step, (B, k) each. The first backward() fills in all but rewards."""
     rewards: torch.Tensor  # NaN: left out
     old_logp: torch.Tensor  # log π_old(y|x)
     ratio: torch.Tensor  # log π_old(y|x) − log π_ref(y|x)
@@ -972,21 +960,21 @@ class Samples(NamedTuple):
 
 
 def backward(policy, groups: list, known, samples: Samples, first: bool, args: Args) -> dict[str, float]:
-    """Adds the gradient of the mean loss, one micro-batch of whole prompts after the other."""
+    """Accumulates the gradient of the mean loss over micro-batches of whole prompts."""
     losses, clipped = torch.zeros_like(samples.rewards), torch.zeros_like(samples.rewards)
     for micro in micro_batches(policy, groups, args.tokens_per_forward, *processes()):
-        places = micro or [0]  # no work for this process, but FSDP wants the same number of forwards from all
+        places = micro or [0]  # an empty micro-batch: FSDP needs equally many forwards in all processes
         batch = [groups[i] for i in places]
         logps = completion_logprobs(policy, batch, args.tokens_per_forward, args.dtype, args.temperature)
         logp = torch.stack([torch.stack([y.sum() for y in ys]) for ys in logps])  # (b, k)
         if not micro:
             (0 * logp.sum()).backward()
             continue
-        if first:  # the policy is the one that sampled: this forward also gives its KL, so there is no other
+        if first:  # the policy has not changed since it sampled: this forward also gives old_logp and KL
             ratio = torch.stack([torch.stack([y.sum() for y in ys]) for ys in log_ratios(logps, batch, known)]).detach()
-            reward = samples.rewards[micro].clamp(*args.reward_clip or (None, math.inf))
+            reward = samples.rewards[micro].clamp(*(args.reward_clip or (-math.inf, math.inf)))
             samples.old_logp[micro], samples.ratio[micro] = logp.detach(), ratio
-            samples.advantages[micro] = leave_one_out(reward - args.beta * ratio)  # (2), and then its baseline (1)
+            samples.advantages[micro] = leave_one_out(reward - args.beta * ratio)  # R of (2), minus its baseline (1)
         old_logp, advantages = samples.old_logp[micro], samples.advantages[micro]
         loss = policy_loss(logp, old_logp, advantages, args.clip_eps)
         (loss.sum() / losses.numel()).backward()  # the mean of (1); samples left out have no gradient
@@ -994,13 +982,13 @@ def backward(policy, groups: list, known, samples: Samples, first: bool, args: A
         far = (logp - old_logp).detach().exp() - 1
         clipped[micro] = ((far > args.clip_eps) & (advantages > 0) | (far < -args.clip_eps) & (advantages < 0)).float()
     for values in (samples.old_logp, samples.ratio, samples.advantages) if first else ():
-        add_up(values)  # zeros where another process has the numbers
-    return {"loss": add_up(losses).mean().item(), "clip_ratio": add_up(clipped).mean().item()}
+        all_reduce(values)  # zeros where another process has the numbers
+    return {"loss": all_reduce(losses).mean().item(), "clip_ratio": all_reduce(clipped).mean().item()}
 
 
 def metrics(drawn: Rollout, rewards: torch.Tensor, ratio: torch.Tensor | None) -> dict[str, float]:
     judged, lengths = rewards[~rewards.isnan()], [len(y) for _, ys in drawn.groups for y in ys]
-    same = [len(row) < 2 or (row == row[0]).all().item() for row in (row[~row.isnan()] for row in rewards)]
+    same = [len(set(row[~row.isnan()].tolist())) < 2 for row in rewards]
     values = {"completions/mean_length": float(np.mean(lengths)), "entropy": drawn.entropy,
               "completions/clipped_ratio": 1 - drawn.ended.float().mean().item(),
               "frac_reward_zero_std": float(np.mean(same))}
@@ -1024,47 +1012,46 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, arg
                 batch = [drawn.groups[i] for i in micro or [0]]
                 ratios = log_ratios(completion_logprobs(policy, batch, *forward), batch, known)
                 ratio[micro] = torch.stack([y.sum() for (y,) in ratios])[:len(micro)]
-        add_up(ratio)
+        all_reduce(ratio)
     values = metrics(drawn, rewards, ratio) | means
-    del values["frac_reward_zero_std"]  # of single samples
+    del values["frac_reward_zero_std"]  # always 1 for single samples
     return samples, {f"eval_{name}".replace("rewards/--score", "score"): value for name, value in values.items()}
 
 
 def check_start(drawn: Rollout, samples: Samples, step: int, args: Args):
-    """At the first step of a process. Raises BadInput if the sampler saw another distribution than training does: a
-    cache that mixes up its rows, say, would silently make the samples off-policy."""
+    """Raises BadInput if log-probs of sampling and of training differ, for example because the key-value cache mixes up
+    rows: the samples would silently be off-policy. Called at the first step of a process."""
     lengths = torch.tensor([[len(y) for y in ys] for _, ys in drawn.groups], device=samples.ratio.device)
     gaps = ((drawn.logps.to(lengths.device) - samples.old_logp) / lengths).abs()
     if not gaps.mean() < (5e-2 if args.dtype == "bfloat16" else 1e-3):
-        raise BadInput("this model's samples cannot be trained on: its cache is not exact, the sampler saw log-probs "
-                       f"that differ by {gaps.mean():.2g} nats per token from those of training")
+        raise BadInput("this model's samples cannot be trained on: with its key-value cache log-probs differ from "
+                       f"those of training by {gaps.mean():.2g} nats per token")
     if step == 1 and args.beta and args.ref_model == args.model:
         check_agreement(samples.ratio / lengths, args.dtype)
 
 
 def check(args: Args):
-    low, high = args.reward_clip or (0, 1)
     refuse_unused(args, {
-        "clip_eps": ("--updates_per_rollout above 1: the ratio is 1", args.updates_per_rollout > 1),
+        "clip_eps": ("--updates_per_rollout above 1", args.updates_per_rollout > 1),
         "sync_reference": ("--beta above 0", args.beta)})
-    refuse(args.k < 2, "--k must be at least 2: a sample is compared with its siblings")
+    refuse(args.k < 2, "--k must be at least 2: the other samples are the baseline")
     refuse(args.lora_dropout and args.updates_per_rollout > 1,
-           "--lora_dropout makes every forward another policy: leave it out, or --updates_per_rollout")
+           "--lora_dropout changes the ratio: leave it out, or leave out --updates_per_rollout")
     refuse(not args.beta and args.ref_model != args.model, "--beta 0 has no reference: leave out --ref_model")
-    refuse(not low < high, "--reward_clip is the lowest reward, then the highest")
-    refuse(args.top_p > 1 or args.clip_eps >= 1, "--top_p is at most 1, and --clip_eps less")
-    refuse(args.max_new_tokens >= args.max_length, "--max_length is of prompt and sample: lower --max_new_tokens")
+    refuse(args.reward_clip and not args.reward_clip[0] < args.reward_clip[1], "--reward_clip: lowest, then highest")
+    refuse(args.top_p > 1 or args.clip_eps >= 1, "--top_p: at most 1; --clip_eps: below 1")
+    refuse(args.max_new_tokens >= args.max_length, "--max_new_tokens leaves no room for a prompt in --max_length")
 
 
 def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
-    """Trains. Returns the lines of metrics.jsonl, one dict per step. A notebook gives its functions as `rewards`."""
-    args = settle(args)
+    """Trains. Returns the lines of metrics.jsonl, one dict per step. `rewards`: functions, as from a notebook."""
+    args = resolve_args(args)
     check(args)
-    began, device = time.monotonic(), join_processes()
+    began, device = time.monotonic(), init_processes()
     models = {name: vars(args)[name] for name in ("model", "ref_model", "reward_model")}
     folders = {name: find_folder(model) for name, model in models.items() if model}
     functions = load_rewards(rewards, folders, device, args)
-    judges = functions + ([("--score", load_function(args.score), 0.0)] if args.score else [])  # of held-out answers
+    judges = functions + ([("--score", load_function(args.score), 0.0)] if args.score else [])  # for held-out answers
     tokenizer, longest = load_tokenizer(folders["model"])
     other = folders["ref_model"]
     own = other != folders["model"] and (Path(other) / "tokenizer_config.json").exists()
@@ -1081,31 +1068,37 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
     batch_size = min(args.batch_size, len(train))
     steps = math.ceil(args.epochs * len(train) / batch_size) if args.steps is None else args.steps
     out = Path(args.out)
-    with claim(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
+    with lock_folder(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
         identity = identify(args, train + held, folders)
         state = read_checkpoint(out, identity)
-        longer = state["step"] > steps or "policy" not in state and 0 < state["step"] < steps
-        refuse(longer, f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
-        if state["step"] and "policy" not in state:
+        finished = state["step"] > 0 and "policy" not in state  # the last checkpoint holds no weights
+        refuse(state["step"] > steps or finished and state["step"] < steps,
+               f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
+        if finished:
             print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
             return read_lines(out / METRICS)
         if processes()[0] == 0:
             (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
 
-        set_seed(args.seed % 2**32)  # of a new adapter
+        set_seed(args.seed % 2**32)  # for a new adapter
         policy = load_model(folders["model"], device, args, trains=True)
-        reference = hold_reference(folders, policy, device, args) if args.beta else None
+        reference = None
+        if args.beta and args.ref == "live":
+            reference = nullcontext(load_model(folders["ref_model"], device, args))
+        elif args.beta:  # in a LoRA run it is the adapter alone: the base comes with the policy
+            other = folders["ref_model"] != folders["model"]
+            reference = Swap(policy, load_model(folders["ref_model"], "cpu", args) if other else None)
         highest, vocabulary = max(max(row.prompt) for row in train + held), len(policy.get_input_embeddings().weight)
-        refuse(highest >= vocabulary, f"a prompt has the id {highest}, and the model only {vocabulary} embeddings")
+        refuse(highest >= vocabulary, f"a prompt has the id {highest}, the model only {vocabulary} embeddings")
         refuse(args.mask_truncated and not stop_tokens(policy, tokenizer),
-               "--mask_truncated leaves every sample out: neither model nor tokenizer names a token that ends one")
-        optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=args.lr,
-                                      weight_decay=args.weight_decay, fused=True)
+               "--mask_truncated would leave out every sample: neither model nor tokenizer has an EOS token")
+        trained = [p for p in policy.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=args.weight_decay, fused=True)
         changing = dict(policy=policy, optimizer=optimizer)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference else {}
         restore(out, state, **changing)
         done = saved = state["step"]
-        scheduler = LambdaLR(optimizer, lambda done: lr_factor(done + 1, max(1, steps), args.warmup, args.schedule),
+        scheduler = LambdaLR(optimizer, lambda past: lr_factor(past + 1, max(1, steps), args.warmup, args.schedule),
                              last_epoch=done - 1)
         log = Log(out, args.tensorboard)
         if done == 0:
@@ -1129,14 +1122,14 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
                 tokens += sum(len(prompt) + sum(map(len, ys)) for prompt, ys in drawn.groups)
                 for update in range(args.updates_per_rollout):
                     losses = backward(policy, drawn.groups, known, samples, update == 0, args)
-                    grad_norm = whole(torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)).item()
+                    grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
                     values = metrics(drawn, rewards, samples.ratio if args.beta else None)
-                    values = {"step": step, **values, **means, **losses, "grad_norm": grad_norm,
+                    values = {"step": step, **values, **means, **losses, "grad_norm": full_tensor(grad_norm).item(),
                               "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
                     stop_if_not_finite(values)
-                    if update == 0 and done == state["step"] and not args.lora_dropout:
+                    if update == 0 and step == state["step"] + 1 and not args.lora_dropout:
                         check_start(drawn, samples, step, args)
-                    done = None  # until the log is written the weights belong to no step
+                    done = None  # no checkpoint between the update and its log line
                     optimizer.step()
                     optimizer.zero_grad()
                 scheduler.step()
@@ -1147,8 +1140,8 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
                     _, scored = evaluate(policy, tokenizer, held, reference, judges, args)
                     tqdm.write(f"before rounding to {args.save_dtype}: {scored}")
                 if step == steps:
-                    for p in policy.parameters():  # what is evaluated is what is saved
-                        p.data.copy_(p.data.to(getattr(torch, args.save_dtype)) if p.requires_grad else p.data)
+                    for p in trained:  # what is evaluated is what is saved
+                        p.data.copy_(p.data.to(getattr(torch, args.save_dtype)))
                 if step == steps or step % (args.eval_every or steps) == 0:
                     answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
                     values |= scored
@@ -1159,23 +1152,23 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
                 speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
                 bar.set_postfix({"reward": values.get("reward"), "kl": values.get("kl"), "tok/s": int(speed)})
                 done = step
-                stopping = any_process(bool(signals), device)
+                stopping = any(all_gather(bool(signals)))
                 if step % args.save_every == 0 or step == steps or stopping:
                     save_checkpoint(out, step, identity, **changing)
                     saved = step
                 if stopping and step < steps:
                     raise Stopped(f"{signals[0] if signals else 'a signal to another process'}: step {step} is saved, "
-                                  "and the same command goes on there")
+                                  "run the same command to resume")
         except Exception as error:
-            alone = dist.is_initialized() and not isinstance(error, Stopped)  # the others may not be here to help
-            if done and done > saved and not alone:
+            all_here = not dist.is_initialized() or isinstance(error, Stopped)  # saving needs all processes
+            if done and done > saved and all_here:
                 save_checkpoint(out, done, identity, **changing)
-                error.add_note(f"step {done} is saved, and the same command goes on there")
+                error.add_note(f"step {done} is saved: run the same command to resume")
             raise
         save_model(policy, tokenizer, out, args)
         save_checkpoint(out, steps, identity)  # without weights: the run is finished
     if all(line["frac_reward_zero_std"] == 1 for line in log.history[1:]):
-        print("no two samples of a prompt ever had different rewards: there was nothing to learn from")
+        print("all samples of a prompt had equal rewards in every step: there was nothing to learn")
     report(log)
     print(f"\n{steps} steps of {batch_size} prompts, {args.k} samples each, in {time.monotonic() - began:.0f} s")
     print(f"the model is in {out / 'model'}")

@@ -153,10 +153,10 @@ def settings(args: Args, shape: str, work: str, out: str = ""):
     if work in ROLLOUTS:
         prompt, new, k = ROLLOUTS[work]
         common |= dict(data=f"{folder}/prompts-{prompt}.jsonl", max_length=prompt + new)
-        return rloo.settle(rloo.Args(**common, reward=(f"{__file__}:reward",), k=k, max_new_tokens=new))
+        return rloo.resolve_args(rloo.Args(**common, reward=(f"{__file__}:reward",), k=k, max_new_tokens=new))
     if work == "kto":
-        return kto.settle(kto.Args(**common | dict(batch_size=2 * args.batch_size)))
-    return dpo.settle(dpo.Args(**common))
+        return kto.resolve_args(kto.Args(**common | dict(batch_size=2 * args.batch_size)))
+    return dpo.resolve_args(dpo.Args(**common))
 
 
 def load_rows(args: Args, shape: str, work: str) -> list:

@@ -64,7 +64,7 @@ def measure(model: Path | str, k: int, args: Args) -> list[list[tuple[float, flo
     """For each held-out prompt, of k samples from the model: [(reward, success, log π − log π_ref), ..]."""
     import rloo
     import torch
-    flags = rloo.settle(rloo.Args())  # the demo's, with nothing that bends the distribution
+    flags = rloo.resolve_args(rloo.Args())  # the demo's, with nothing that bends the distribution
     tokenizer, longest = rloo.load_tokenizer(flags.model)
     rows = rloo.load_rows(flags.eval_data, tokenizer, longest, flags)[:args.prompts]
     policy, reference = (rloo.load_model(str(folder), "cpu", flags) for folder in (model, flags.model))

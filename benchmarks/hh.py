@@ -172,7 +172,7 @@ def held_out(folder: str, args: Args) -> tuple[float, float]:
     """Accuracy and mean margin on the held-out pairs."""
     import dpo
     import torch
-    flags = dpo.settle(dpo.Args(model=f"{args.out}/model", data=f"{args.out}/test.jsonl", dtype="float32"))
+    flags = dpo.resolve_args(dpo.Args(model=f"{args.out}/model", data=f"{args.out}/test.jsonl", dtype="float32"))
     tokenizer, longest = dpo.load_tokenizer(flags.model)
     rows = dpo.load_rows(flags.data, tokenizer, longest, flags)
     known = dpo.fill_cache(flags.model, tokenizer, dpo.groups(rows), "cpu", dpo.replace(flags, out=args.out))

@@ -71,8 +71,8 @@ def work(folder: str, parallel: str, batch_size: int, steps: int, load_only: boo
                     parallel=parallel, batch_size=batch_size, steps=steps, ref="none", loss=("simpo",), eval_size=0,
                     samples=0, tokens_per_forward=4096, max_length=2048)
     if load_only:
-        device, peaks = dpo.join_processes(), []
-        args, before = dpo.settle(args), private_gib()
+        device, peaks = dpo.init_processes(), []
+        args, before = dpo.resolve_args(args), private_gib()
         threading.Thread(target=watch, args=(peaks,), daemon=True).start()
         model = dpo.load_model(args.model, device, args, trains=True)
         peak = max(peaks) - before

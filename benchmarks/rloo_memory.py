@@ -105,14 +105,13 @@ def trl(args: Args, k: int, measure) -> float:
 
 def ours(args: Args, k: int, measure) -> float:
     import rloo
-    hold = rloo.hold_reference
+    log = rloo.Log
 
-    def hold_and_measure(*parts):
-        reference = hold(*parts)
+    def log_and_measure(*parts):
         measure()  # everything is loaded now
-        return reference
+        return log(*parts)
 
-    rloo.hold_reference = hold_and_measure
+    rloo.Log = log_and_measure
     history = rloo.main(rloo.Args(
         model=f"{args.folder}/model", data=f"{args.folder}/prompts.jsonl", reward=(f"{args.folder}/reward.py:reward",),
         out=f"{args.folder}/ours-{k}", k=k, batch_size=args.prompts, steps=1, max_new_tokens=args.new_tokens,

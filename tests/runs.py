@@ -77,9 +77,9 @@ def arguments(script="dpo", **changes):
 arguments.runs = 0
 
 
-def settle(script="dpo", **changes):
+def resolve_args(script="dpo", **changes):
     """The arguments of a short run as main() completes and checks them."""
-    args = SCRIPTS[script].settle(arguments(script, **changes))
+    args = SCRIPTS[script].resolve_args(arguments(script, **changes))
     SCRIPTS[script].check(args)
     return args
 

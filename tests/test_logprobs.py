@@ -124,7 +124,7 @@ def test_size_of_the_head_chunks_changes_memory_only(name, monkeypatch):
     model = make(name)
     share_prompts(model)
     truth = values_and_gradients(completion_logprobs, model, GROUPS)
-    monkeypatch.setattr(refcache, "HEAD_BYTES", 5 * 97 * 4)  # 5 completion tokens at a time
+    monkeypatch.setattr(refcache, "HEAD_BYTES", 4 * 5 * 97 * 4)  # 5 completion tokens at a time, a quarter of it
     assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth)
 
 
@@ -202,18 +202,20 @@ def test_head_sees_completion_tokens_only_and_no_more_than_head_bytes(name, monk
     model, rows = make(name), []
     share_prompts(model)
     model.lm_head.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[0]))
-    monkeypatch.setattr(refcache, "HEAD_BYTES", 7 * 97 * 4)
+    monkeypatch.setattr(refcache, "HEAD_BYTES", 4 * 7 * 97 * 4)
     with torch.no_grad():
         completion_logprobs(model, GROUPS)
     assert rows == [7] * 4 and sum(rows) == sum(len(y) for _, completions in GROUPS for y in completions)
 
 
-def test_no_logits_are_kept_for_the_backward():
+@pytest.mark.parametrize("fit", [False, True])
+def test_logits_beyond_head_bytes_are_not_kept_for_the_backward(fit, monkeypatch):
     model, shapes = make("llama"), []
     share_prompts(model)
+    monkeypatch.setattr(refcache, "HEAD_BYTES", (sum(len(y) for _, ys in GROUPS for y in ys) - (not fit)) * 97 * 4)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: shapes.append(x.shape) or x, lambda x: x):
         logps = completion_logprobs(model, GROUPS)
-    assert shapes and not [shape for shape in shapes if shape[-1:] == (97,)]
+    assert shapes and bool([shape for shape in shapes if shape[-1:] == (97,)]) == fit
     flat(logps).sum().backward()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from runs import (  # noqa: F401
-    BOTH, FOLDER, GROUPS, LORA, TOKENIZER, adapt, distance, load, logits, logprobs, run, same, save, settle, tiny)
+    BOTH, FOLDER, GROUPS, LORA, TOKENIZER, adapt, distance, load, logits, logprobs, run, same, save, resolve_args, tiny)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -97,7 +97,7 @@ def test_adapter_over_a_base_that_has_changed_is_another_model():
 
 def test_dropout_is_no_part_of_z():
     """Against a reference that gives every token 1 nat less than the policy, z is the mean number of tokens."""
-    args = settle("kto", lora_r=4, lora_dropout=0.5)
+    args = resolve_args("kto", lora_r=4, lora_dropout=0.5)
     rows, _ = kto.draw_others(kto.load_rows(args.data, TOKENIZER, 256, args), [], 256, 0)
     policy = load(adapt("sft"), kto, trains=True, lora_dropout=0.5)
     known = reference_logprobs(Swap(policy), kto.other_groups(rows))

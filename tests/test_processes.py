@@ -175,8 +175,8 @@ def logps_and_gradients(name, layout=None, checkpointing=False, dtype="float32")
         loss = sum((y ** 2).sum() for ys in logps for y in ys)
         (loss * bool(micro)).backward()
         found |= {i: [y.detach() for y in ys] for i, ys in zip(micro, logps)}
-    found = {i: ys for part in refcache.exchange(found) for i, ys in part.items()}
-    gradients = {key: refcache.whole(p.grad) for key, p in model.named_parameters() if p.grad is not None}
+    found = {i: ys for part in refcache.all_gather(found) for i, ys in part.items()}
+    gradients = {key: refcache.full_tensor(p.grad) for key, p in model.named_parameters() if p.grad is not None}
     return torch.cat([y for i in sorted(found) for y in found[i]]), gradients
 
 
@@ -340,7 +340,7 @@ def test_the_reference_is_split_while_it_scores_and_then_gone():
 
         cache = ReferenceCache()
         cache.fill(load_model, GROUPS)
-        return {key: cache[key] for key in cache}, refcache.exchange([sizes[0], alive[0]() is None])
+        return {key: cache[key] for key in cache}, refcache.all_gather([sizes[0], alive[0]() is None])
 
     known, told = in_processes(2, fill)
     one = ReferenceCache()

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from models import MOE, build
 from runs import (  # noqa: F401
     GROUPS, LORA, SCRIPTS, TINY, TOKENIZER, adapt, load, logprobs, needs_peft, run, same, save,
-    settle, tiny)
+    resolve_args, tiny)
 from torch import tensor
 
 import kto
@@ -218,5 +218,5 @@ REFUSED = [  # flags, words of the message, the scripts that have such flags
     (*case, script) for *case, scripts in REFUSED for script in scripts.split()])
 def test_contradictory_flags_are_refused_in_one_sentence(changes, words, script):
     with pytest.raises(BadInput, match=words) as error:
-        settle(script, **changes)
+        resolve_args(script, **changes)
     assert "\n" not in str(error.value)

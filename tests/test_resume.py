@@ -367,7 +367,7 @@ def test_rollout_tokens_may_change(flags_of, tmp_path):
 def test_every_flag_is_part_of_the_identity_but_those_of_files_and_speed(script):
     """A new flag must not be forgotten: it changes the result, or it is named here."""
     module = SCRIPTS[script]
-    args = module.settle(module.Args(model=MODEL, data="rows.jsonl"))
+    args = module.resolve_args(module.Args(model=MODEL, data="rows.jsonl"))
     free = {"model", "ref_model", "reward_model", "data", "eval_data", "out", "ref_cache", "save_every", "tensorboard",
             "tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "parallel"}
     assert {name for name in vars(args)} - set(module.identify(args, [], {})) == free & set(vars(args))

@@ -405,7 +405,7 @@ def test_lr_zero_changes_nothing(run):
 
 
 def test_beta_0_loads_no_reference_and_reports_no_kl(run, monkeypatch):
-    monkeypatch.setattr(rloo, "hold_reference", None)
+    monkeypatch.setattr(rloo, "Swap", None)
     assert not [name for values in run(beta=0.0).history for name in values if "kl" in name]
 
 

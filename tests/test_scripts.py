@@ -16,6 +16,7 @@ import tyro
 
 import dpo
 import kto
+import mutants
 import rloo
 
 ROOT = Path(dpo.__file__).parent
@@ -166,25 +167,25 @@ def test_wrong_flags_are_refused_by_the_parser(flags):
 def test_the_demo_is_found_from_every_folder(script, tmp_path, monkeypatch):
     module = SCRIPTS[script]
     monkeypatch.chdir(ROOT)
-    assert module.settle(module.Args()).model == "demo/model"
+    assert module.resolve_args(module.Args()).model == "demo/model"
     monkeypatch.chdir(tmp_path)
-    args = module.settle(module.Args())
+    args = module.resolve_args(module.Args())
     assert Path(args.model).samefile(ROOT / "demo/model") and Path(args.data).exists() and Path(args.eval_data).exists()
     functions = args.reward if script == "rloo" else [args.score]
     assert functions and all(Path(spec.split(":")[0]).samefile(ROOT / "demo/score.py") for spec in functions)
 
 
 def test_the_demo_keeps_the_flags_that_are_given():
-    args = dpo.settle(dpo.Args(lr=0.5, score="mine.py:f"))
+    args = dpo.resolve_args(dpo.Args(lr=0.5, score="mine.py:f"))
     assert args.lr == 0.5 and args.score == "mine.py:f" and args.data.endswith("demo/pairs.jsonl")
-    assert dpo.settle(dpo.Args()).lr != dpo.settle(dpo.Args(model="m", data="d.jsonl")).lr
+    assert dpo.resolve_args(dpo.Args()).lr != dpo.resolve_args(dpo.Args(model="m", data="d.jsonl")).lr
 
 
 @EACH
 def test_a_script_without_a_demo_folder_asks_for_model_and_data(script, tmp_path, monkeypatch):
     monkeypatch.setattr(SCRIPTS[script], "__file__", str(tmp_path / f"{script}.py"))
     with pytest.raises(dpo.BadInput, match="--model and --data"):
-        SCRIPTS[script].settle(SCRIPTS[script].Args())
+        SCRIPTS[script].resolve_args(SCRIPTS[script].Args())
 
 
 # ---- README ---------------------------------------------------------------------------------------------------------
@@ -215,6 +216,12 @@ def test_every_command_in_a_docstring_parses(script):
     assert len(lines) >= 2
     for line in lines:
         tyro.cli(SCRIPTS[script].Args, args=shlex.split(line, comments=True), use_underscores=True)
+
+
+def test_the_text_of_every_mutant_stands_in_its_file_once():
+    for number, (file, names, old, new) in enumerate(mutants.MUTANTS):
+        assert (ROOT / file).read_text().count(old) == 1 and old != new and (ROOT / f"tests/{names}.py").exists(), number
+    assert set(mutants.EQUIVALENT) <= {old for _, _, old, _ in mutants.MUTANTS}
 
 
 def test_readme_names_only_files_that_exist():
