@@ -346,7 +346,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 def one_line(error: BaseException) -> str:
     name = "" if isinstance(error, (BadInput, CannotShare)) else type(error).__name__ + " "
-    return name + " ".join(str(error).split())[:200]
+    return name + "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split())[:200])
 
 
 # ---- Several processes (torchrun): weights are split with FSDP2, and every process scores its share -----------------

@@ -35,6 +35,7 @@ import math
 import os
 import pickletools
 import re
+import reprlib
 import shutil
 import signal
 import sys
@@ -207,16 +208,19 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
             rows = datasets.load_dataset(name, *rest, split=split)
         elif kind == "parquet":
             import pyarrow.parquet  # not datasets, whose cache may be stale and which changes values
-            for batch in pyarrow.parquet.ParquetFile(source).iter_batches(1000):
-                rows += batch.to_pylist()
-                most -= batch.nbytes
+            for batch in pyarrow.parquet.ParquetFile(source).iter_batches(64):
+                most -= batch.nbytes + 100 * batch.num_rows
                 refuse(most < 0, "it unpacks to much more than its size", ValueError)
+                rows += batch.to_pylist()
         else:
             with (gzip.open if source.lower().endswith(".gz") else open)(source, "rb") as file:
                 text = b"".join(iter(lambda: file.read(min(2**20, most + 1 - file.tell())), b""))
-                refuse(len(text) > most, "it unpacks to much more than its size", ValueError)
+                refuse(len(text) + 100 * text.count(b"{") > most, "it unpacks to much more than its size", ValueError)
             if kind == "csv":
-                rows = list(csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""), strict=True))
+                reader = csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""), strict=True)
+                names = reader.fieldnames or []
+                refuse(len({*names}) < len(names) or len(names) > 1000, "two columns have one name", ValueError)
+                rows = list(reader)
                 refuse(any(None in row for row in rows), "a row has more cells than the header", ValueError)
             elif kind == "json" and text[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
                 rows = json.loads(text)
@@ -237,7 +241,7 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
     with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {columns})"):
         if not all(isinstance(message[key], str) for message in messages for key in ("role", "content")):
             raise TypeError("role and content must be strings")
-        if isinstance(text, str) and text.startswith("[{") and "role" in text[:20]:
+        if isinstance(text, str) and re.match(r"\s*\[?\s*\{\s*['\"](role|content)['\"]\s*:", text):
             raise TypeError("these are messages written as a string")
     refuse(not messages or not messages[-1]["content"].strip(), f"{name} is empty", Skip)
     return text
@@ -278,7 +282,11 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
     for where, row in tqdm(rows, desc=f"tokenize {source}", unit="row", delay=2):
         try:
             prompt, answers = parse(row, where)
-            if answers and isinstance(prompt, str) and all(answer.startswith(prompt) for answer in answers):
+            asks = {"system", "user"} & {"" if isinstance(y, str) else y[0]["role"] for y in answers}
+            mixed = len({isinstance(text, str) for text in (prompt, *answers)}) > 1
+            refuse(mixed, f"{where}: prompt and answers must all be strings, or all be lists of messages")
+            refuse(asks, f"{where}: an answer begins with a message of role {' '.join(asks)}")
+            if isinstance(prompt, str) and answers and all(answer.startswith(prompt.rstrip()) for answer in answers):
                 raise Skip("the answers begin with the prompt")
             front, ids = tokenize(tokenizer, prompt, answers, args, where)
             over = len(front) + max(map(len, ids)) - max_length
@@ -321,9 +329,10 @@ def init_processes() -> str:
     """Joins the process group under torchrun. Returns this process's device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" in os.environ and not dist.is_initialized():
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()  # NCCL for GPU tensors, gloo for CPU tensors
+        with refusing("RANK is set, as torchrun does, but this is not a run of torchrun"):
+            if device == "cuda":
+                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            dist.init_process_group()  # NCCL for GPU tensors, gloo for CPU tensors
     return device
 
 
@@ -389,7 +398,7 @@ def load_tokenizer(folder: str):
     base = adapter_base(folder) or folder
     with refusing(f"cannot load the tokenizer of {folder}"):
         longest = context_length(AutoConfig.from_pretrained(base, trust_remote_code=False))
-        own = (Path(folder) / "tokenizer_config.json").exists()
+        own = [*Path(folder).glob("tokenizer*.json")]
         return AutoTokenizer.from_pretrained(folder if own else base, trust_remote_code=False), longest
 
 
@@ -417,7 +426,10 @@ def load_model(folder: str, device: str, args, trains: bool = False):
     if base or lora:
         with refusing(f"cannot load the adapter {folder}" if base else f"--lora_r, --lora_target {args.lora_target}"):
             import peft
-            target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
+            target, layers = args.lora_target.replace(" ", "").split(","), [name for name, _ in model.named_modules()]
+            target = "all-linear" if target == ["all-linear"] else target
+            unknown = [name for name in target if not any(layer.endswith(name) for layer in layers)]
+            refuse(unknown and target != "all-linear", f"there is no layer {unknown}", ValueError)
             config = peft.PeftConfig.from_pretrained(folder) if base else peft.LoraConfig(
                 task_type="CAUSAL_LM", r=lora, lora_alpha=args.lora_alpha or 2 * lora, target_modules=target)
             refuse(base and lora, f"{folder} is an adapter already: leave out --lora_r")
@@ -634,8 +646,10 @@ class RewardModel:
 
 def load_rewards(rewards: tuple, folders: dict, device: str, args: Args) -> list[tuple[str, Callable, float]]:
     """[(name, function, weight), ..]: what main() was given, then --reward, then --reward_model."""
+    rewards = (rewards,) if callable(rewards) else rewards
     functions = [*rewards, *map(load_function, args.reward)]
-    names = [*(reward.__name__ for reward in rewards), *(Path(spec).name.split(":")[-1] for spec in args.reward)]
+    names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
+    names += [Path(spec).name.split(":")[-1] for spec in args.reward]
     if args.reward_model:
         functions.append(RewardModel(folders["reward_model"], device, args))
         names.append(Path(args.reward_model).name)
@@ -656,9 +670,10 @@ def call_reward(function: Callable, name: str, texts: list[str], ids: list[tuple
     completions = [y if isinstance(x, str) else [{"role": "assistant", "content": y}] for x, y in zip(prompts, texts)]
     columns |= dict(prompts=prompts, completions=completions, completion_ids=list(map(list, ids)))
     with refusing(f"the reward {name} failed"), torch.no_grad():
-        scores = function(**deepcopy(columns))  # a function may change its arguments in place
-        if isinstance(scores, (dict, set)) or len(scores) != len(rows):
-            raise ValueError(f"it must return a list of {len(rows)} numbers, not {str(scores)[:60]}")
+        returned = function(**deepcopy(columns))  # a function may change its arguments in place
+        scores = [] if isinstance(returned, (dict, set, bytes)) else list(returned)
+        if len(scores) != len(rows):
+            raise ValueError(f"it must return a list of {len(rows)} numbers, not {str(returned)[:60]}")
         for score, text in zip(scores, texts):
             if score is not None and not abs(score) < 1e30:  # NaN, or what float32 would make infinite
                 raise ValueError(f"it returned {score} for the completion {text[:60]!r}")
@@ -695,18 +710,19 @@ def resolve_args(args):
     logging.disable_progress_bar()  # of transformers, one per file
     args = replace(args, **{name: os.path.expanduser(value) for name, value in vars(args).items()
                             if isinstance(value, (str, Path))})
-    refuse(not args.out, "--out is empty: name a folder")
     for name, hint in get_type_hints(type(args)).items():
         value = vars(args)[name]
         with refusing(f"--{name} cannot be {value!r}"):  # main() may be called without a command line
             check_type(value, hint)
-            wrong = type(value) in (int, float) and not (0 <= value < 1e18 and (value or name in may_be_0))
-            refuse(wrong, "it must be a number above 0", ValueError)
+            refuse(value == "" or isinstance(value, bool) and hint is not bool, "leave it out", ValueError)
+            wrong = isinstance(value, (int, float)) and not (0 <= value < 1e18 and (value or name in may_be_0))
+            refuse(wrong and hint is not bool, "it must be a number above 0", ValueError)
     refuse_unused(args, {
         "lora_alpha": ("--lora_r", args.lora_r), "lora_target": ("--lora_r", args.lora_r),
         "ref_model": ("a reference", args.ref != "none"), "sync_mix": ("--sync_reference", args.sync_reference),
         "sync_reference": ("--ref swap, the reference that can move", args.ref == "swap"),
-        "eval_size": ("--data without --eval_data", not args.eval_data), "score": ("--samples", args.samples)})
+        "eval_size": ("--data without --eval_data", not args.eval_data), "score": ("--samples", args.samples),
+        "epochs": ("a run without --steps", args.steps is None)})
     if args.model is None and args.data is None:
         demo = {name: os.path.relpath(Path(__file__).parent / path) for name, path in DEMO.items()}
         refuse(not Path(demo["model"]).exists(), "there is no demo/ beside this script: give --model and --data")
@@ -736,6 +752,10 @@ def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
+def step_seed(seed: int, step: int) -> int:
+    return int(generator(seed, "step", step).integers(2**32))
+
+
 def hold_out(rows: list, size: int, seed: int) -> tuple[list, list]:
     """Splits off the rows of `size` prompts, at most a tenth of them; all rows of a prompt stay on one side."""
     prompts = sorted({row.prompt for row in rows})
@@ -762,9 +782,11 @@ def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
 
 def lock_folder(out: Path, inputs: list):
     """Creates and locks the output folder. Refuses one that another run uses or that holds an input."""
-    for path in inputs:
+    bases = [adapter_base(path) for path in inputs if path and Path(path).is_dir()]
+    for path in filter(None, [*inputs, *bases]):
         refuse(Path(path).resolve().is_relative_to(out.resolve()), f"--out {out} holds {path}, an input: name another")
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
+        str(out).encode()  # safetensors takes only UTF-8
         out.mkdir(parents=True, exist_ok=True)
         new = processes()[0] == 0 and not (out / ".lock").exists() and not (out / "checkpoint.pt").exists()
         for path in (out / name for name in ("checkpoint.pt", METRICS, SAMPLES, "args.json", ".model")):
@@ -780,6 +802,7 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
     speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard", "parallel"}
     may_differ = speed | ({"steps", "epochs"} if args.schedule == "constant" else set())
     flags = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
+    flags |= {name: re.findall(r"\w+\.py:\w+", str(flags[name])) for name in {"score", "reward"} & flags.keys()}
     weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
     digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
     mine = {**flags, **weights, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
@@ -788,8 +811,8 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
     return {name: value for name, value in mine.items() if name not in may_differ}
 
 
-def save_checkpoint(out: Path, step: int, identity: dict, **objects):
-    """Replaces out/checkpoint.pt atomically: the step, and the state_dict of every object that changes."""
+def save_checkpoint(out: Path, step: int, identity: dict, pending=(), **objects):
+    """Replaces out/checkpoint.pt atomically: the step, the state_dict of every object, arguments of finish_step()."""
     state = {name: dict(thing.state_dict()) for name, thing in objects.items()}
     for name, model in objects.items():
         for key, p in model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ():
@@ -799,7 +822,7 @@ def save_checkpoint(out: Path, step: int, identity: dict, **objects):
     if processes()[0]:
         return
     sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
-    state |= {"step": step, "identity": identity, "sizes": sizes}
+    state |= {"step": step, "identity": identity, "sizes": sizes, "pending": pending}
     try:
         write_whole(out / "checkpoint.pt", lambda file: torch.save(state, file))
     except RuntimeError as error:  # torch.save's error on a full disk
@@ -814,17 +837,19 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
         return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}}
     with refusing(f"{path} is damaged (delete it to start anew)"):
         archive = zipfile.ZipFile(path)
-        refuse(any(entry.compress_type for entry in archive.infolist()), "it is compressed", ValueError)  # or a bomb
+        bomb = sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size
+        refuse(bomb or any(entry.compress_type for entry in archive.infolist()), "it is compressed", ValueError)
         refuse(archive.testzip(), "its checksum does not match", ValueError)  # torch.load checks none
-        pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+        (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
         for opcode, name, _ in pickletools.genops(pickled):  # bytearray(10 ** 10) would pass weights_only
             allowed = r"collections OrderedDict|torch._utils _rebuild_tensor_v2|torch \w+Storage"
             refuse("GLOBAL" in opcode.name and not re.fullmatch(allowed, str(name)), f"it holds {name}", ValueError)
         state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)  # processes share its memory
         refuse(type(state["step"]) is not int or state["step"] < 0, "its step is invalid", ValueError)
+        refuse(state["step"] and not state["sizes"][METRICS], "its sizes are invalid", ValueError)
         for name, mine in identity.items():
             theirs = state["identity"].get(name)
-            difference = f"{name} {str(theirs)[:80]!r} and not {str(mine)[:80]!r}"
+            difference = f"{name} {reprlib.repr(theirs)} and not {reprlib.repr(mine)}"
             refuse(theirs != mine, f"{out} holds a run with {difference}: name another --out")
     return state
 
@@ -1054,7 +1079,7 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
     judges = functions + ([("--score", load_function(args.score), 0.0)] if args.score else [])  # for held-out answers
     tokenizer, longest = load_tokenizer(folders["model"])
     other = folders["ref_model"]
-    own = other != folders["model"] and (Path(other) / "tokenizer_config.json").exists()
+    own = [file for folder in (other, adapter_base(other) or other) for file in Path(folder).glob("tokenizer*.json")]
     refuse(own and tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer),
            f"{other} has another tokenizer than the policy: name another --ref_model")
     max_length = min(args.max_length, longest) - args.max_new_tokens  # of a prompt
@@ -1067,9 +1092,10 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
     held = held[:args.samples]
     batch_size = min(args.batch_size, len(train))
     steps = math.ceil(args.epochs * len(train) / batch_size) if args.steps is None else args.steps
-    out = Path(args.out)
+    out = Path(args.out).absolute()  # a reward function may change the working directory
     with lock_folder(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
-        identity = identify(args, train + held, folders)
+        identity = identify(args, [*train, None, *held], folders) | {"steps of warmup": round(args.warmup * steps)}
+        identity |= {"rewards": [(name, weight) for name, _, weight in functions]}
         state = read_checkpoint(out, identity)
         finished = state["step"] > 0 and "policy" not in state  # the last checkpoint holds no weights
         refuse(state["step"] > steps or finished and state["step"] < steps,
@@ -1097,7 +1123,7 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
         changing = dict(policy=policy, optimizer=optimizer)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference else {}
         restore(out, state, **changing)
-        done = saved = state["step"]
+        done, saved, pending = state["step"], state["step"], ()
         scheduler = LambdaLR(optimizer, lambda past: lr_factor(past + 1, max(1, steps), args.warmup, args.schedule),
                              last_epoch=done - 1)
         log = Log(out, args.tensorboard)
@@ -1106,12 +1132,32 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
             log.write({"step": 0, **scored}, [{"step": 0, "held_out": True, **line} for line in answers])
         if steps == 0:
             return log.history
+        def finish_step(values: dict, lines: list[dict]):
+            """Evaluates the policy if that is due, and writes the log line of a step whose update is done."""
+            step, last = values["step"], values["step"] == steps
+            set_seed(step_seed(args.seed, step))
+            if last and args.save_dtype != "float32":
+                _, scored = evaluate(policy, tokenizer, held, reference, judges, args)
+                tqdm.write(f"before rounding to {args.save_dtype}: {scored}")
+            if last:
+                for p in trained:  # what is evaluated is what is saved
+                    p.data.copy_(p.data.to(getattr(torch, args.save_dtype)))
+            if last or step % (args.eval_every or steps) == 0:
+                answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
+                values |= scored
+                lines = [{"step": step, "held_out": True, **line} for line in answers] + lines
+                held_out = [f"{name} {value:.3f}" for name, value in values.items() if name.startswith("eval_")]
+                tqdm.write(f"step {step}: {', '.join(held_out)}")
+            log.write(values, lines)
+
+        if state.get("pending"):  # the update of this step is saved, its evaluation failed
+            finish_step(*state["pending"])
         tokens = log.history[-1].get("num_tokens", 0)
         bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)
         try:
             for step in bar:
                 tick = time.monotonic()
-                set_seed(int(generator(args.seed, "step", step).integers(2**32)))  # a resumed run needs no saved state
+                set_seed(step_seed(args.seed, step))  # a resumed run needs no saved random state
                 rows = batch_rows(step, train, batch_size, args.seed)
                 drawn = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
                 rewards, lines, means = judge(drawn, rows, tokenizer, functions)
@@ -1136,22 +1182,11 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
                 if args.sync_reference and step % args.sync_reference == 0:
                     reference.sync(args.sync_mix)  # after the update, as in TR-DPO, arXiv:2404.09656
                 lines = [{"step": step, "held_out": False, **line} for line in lines]
-                if step == steps and args.save_dtype != "float32":
-                    _, scored = evaluate(policy, tokenizer, held, reference, judges, args)
-                    tqdm.write(f"before rounding to {args.save_dtype}: {scored}")
-                if step == steps:
-                    for p in trained:  # what is evaluated is what is saved
-                        p.data.copy_(p.data.to(getattr(torch, args.save_dtype)))
-                if step == steps or step % (args.eval_every or steps) == 0:
-                    answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
-                    values |= scored
-                    lines = [{"step": step, "held_out": True, **line} for line in answers] + lines
-                    held_out = [f"{name} {value:.3f}" for name, value in values.items() if name.startswith("eval_")]
-                    tqdm.write(f"step {step}: {', '.join(held_out)}")
-                log.write(values, lines)
+                done, pending = step, (values, lines)
+                finish_step(*pending)
+                pending = ()
                 speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
                 bar.set_postfix({"reward": values.get("reward"), "kl": values.get("kl"), "tok/s": int(speed)})
-                done = step
                 stopping = any(all_gather(bool(signals)))
                 if step % args.save_every == 0 or step == steps or stopping:
                     save_checkpoint(out, step, identity, **changing)
@@ -1162,7 +1197,7 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
         except Exception as error:
             all_here = not dist.is_initialized() or isinstance(error, Stopped)  # saving needs all processes
             if done and done > saved and all_here:
-                save_checkpoint(out, done, identity, **changing)
+                save_checkpoint(out, done, identity, pending, **changing)
                 error.add_note(f"step {done} is saved: run the same command to resume")
             raise
         save_model(policy, tokenizer, out, args)

@@ -122,8 +122,8 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("dpo.py", DATA, "2 * bad > len(rows)", "9 * bad > len(rows)"),
     ("dpo.py", RESUME, 'refuse(theirs != mine, f"{out} holds', 'refuse(False, f"{out} holds'),
     ("dpo.py", RESUME, "            file.truncate(", "            0 and file.truncate("),
-    ("dpo.py", RESUME, "set_seed(int(generator(args.seed, \"step\", step)",
-     "set_seed(int(generator(args.seed, \"step\", 0)"),
+    ("dpo.py", RESUME, 'generator(seed, "step", step)', 'generator(seed, "step", 0)'),
+    ("dpo.py", RESUME, "identity, pending, **changing)", "identity, (), **changing)"),
     ("dpo.py", RESUME, "is_relative_to(out.resolve())", "is_relative_to(out.resolve() / 'x')"),
 ]
 EQUIVALENT = {  # text -> why nothing can notice

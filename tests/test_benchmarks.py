@@ -29,7 +29,8 @@ TINY = [
     "lora_memory --hidden 64 --layers 2 --rounds 1",
     "rloo_memory --systems ours --k 2 --prompt_tokens 99 --new_tokens 8",
     "rollouts --hidden 64 --layers 1 --vocab 500 --new_tokens 8 --rounds 1 --ways usual loop static",
-    "processes --processes 2 --hidden 64 --layers 2 --steps 3 --rounds 1", "against_trl --tiny", "demo --scripts dpo --seeds 0"]
+    "processes --processes 2 --hidden 64 --layers 2 --steps 3 --rounds 1", "against_trl --tiny",
+    "demo --scripts dpo --seeds 0"]
 PEFT, TRL = {"references", "lora_memory"}, {"against_trl"}
 
 

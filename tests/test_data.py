@@ -264,7 +264,11 @@ def test_rows_that_teach_nothing_are_dropped_and_counted_with_the_first_place(lo
     (dict(CHATS[0], chosen=["a"]), "chosen must be"), (dict(CHATS[0], chosen=[{"content": "a"}]), "chosen must be"),
     (dict(CHATS[0], chosen=[{"role": "assistant", "content": [{"type": "text"}]}]), "chosen must be"),
     (dict(TEXT, chosen=json.dumps(said("a"))), "chosen must be"),
-    (dict(CHATS[0], chosen="a", rejected="b"), "rendered"),
+    (dict(CHATS[0], chosen="a", rejected="b"), "all be lists"), (dict(TEXT, chosen=said("a")), "all be lists"),
+    (dict(CHATS[0], chosen=said("a", "user"), rejected=said("b", "user")), "role user"),
+    (dict(CHATS[0], chosen=said("x", "system") + CHATS[0]["prompt"] + said("a")), "role system"),
+    (dict(TEXT, prompt=' [ {"content": "q", "role": "user"}]'), "messages written as a string"),
+    (dict(TEXT, chosen="{'role': 'user'}"), "messages written as a string"),
     (dict(TEXT, chosen=" \ud800"), "cannot be rendered"), (dict(TEXT, prompt="half \udfff"), "cannot be rendered"),
 ])
 def test_malformed_rows_are_refused_in_one_sentence_that_names_the_line(load, bad, words):
@@ -473,7 +477,7 @@ JUNK = [b"", b"x", b'{"a":' * 99, b"NaN", b'"', b",", b"\\ud800", b"\xff", b"\0"
 def odd_rows(rng, n):
     """Rows of odd text: strings or chats, as pairs or as feedback."""
     def text(): return "".join(rng.choices(ODD, k=rng.randint(0, 4)))
-    def message(): return {"role": rng.choice(["user", "assistant", "system", "tool"]), "content": text()}
+    def message(): return {"role": rng.choice(["user", *["assistant"] * 3, "tool"]), "content": text()}
     def chat(): return [message() for _ in range(rng.randint(1, 3))]
     for _ in range(n):
         make = rng.choice([text, chat])

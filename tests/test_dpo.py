@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from models import SMALL
@@ -536,8 +537,9 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     (dict(lora_alpha=8.0), "--lora_r"), (dict(lora_target="q_proj"), "--lora_r"),
     (dict(lr=-1.0), "--lr"), (dict(lr="1e-3"), "--lr"), (dict(lr=math.inf), "--lr"), (dict(warmup=1.5), "--warmup"),
     (dict(warmup=math.nan), "--warmup"), (dict(weight_decay=math.nan), "--weight_decay"), (dict(seed=-1), "--seed"),
-    (dict(samples=-1), "--samples"), (dict(eval_size=-1), "--eval_size"), (dict(epochs=math.inf), "--epochs"),
-    (dict(epochs=0.0), "--epochs"), (dict(max_grad_norm=0.0), "--max_grad_norm"), (dict(beta=0.0), "--beta"),
+    (dict(samples=-1), "--samples"), (dict(eval_size=-1), "--eval_size"), (dict(beta=0.0), "--beta"),
+    (dict(epochs=math.inf, steps=None), "--epochs"), (dict(epochs=0.0, steps=None), "--epochs"),
+    (dict(max_grad_norm=0.0), "--max_grad_norm"),
     (dict(beta=math.nan), "--beta"), (dict(batch_size=0), "--batch_size"), (dict(steps=-1), "--steps"),
     (dict(steps=2.5), "--steps"), (dict(save_dtype="float16"), "--save_dtype"),
     (dict(gradient_checkpointing="no"), "--grad"),
@@ -545,7 +547,14 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     # flags that would do nothing
     (dict(score="nothing.py:f"), "--score"), (dict(eval_size=9), "--eval_size"), (dict(alpha=0.3), "--alpha"),
     (dict(simpo_gamma=1.0), "--simpo_gamma"), (dict(rpo_eta=2.0), "--rpo_eta"),
-    (dict(loss=("ipo",), divergence="js"), "--divergence"),
+    (dict(loss=("ipo",), divergence="js"), "--divergence"), (dict(epochs=2.0), "--epochs"),
+    (dict(loss=("simpo",)), "leave out --ref"), (dict(loss=("sft",), ref_cache=None, ref="live"), "leave out --ref"),
+    (dict(loss=("simpo",), ref_cache=None, ref_model="other"), "no folder other|leave out --ref"),
+    (dict(loss_weights=(0.0,)), "--loss_weights"),
+    # what a shell or a notebook makes of an empty variable, and numbers of numpy
+    (dict(ref_model=""), "--ref_model"), (dict(eval_data=""), "--eval_data"), (dict(ref_cache=""), "--ref_cache"),
+    (dict(beta=np.float64(-0.1)), "--beta"), (dict(lr=np.float64("nan")), "--lr"), (dict(steps=True), "--steps"),
+    (dict(ref_cache="x/model"), "--ref_cache"), (dict(out="out\udcff"), "--out"),
 ])
 def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(arguments, changes, words):
     args = arguments(**changes)

@@ -171,10 +171,17 @@ def one_sentence(error):
     return "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
-def test_unknown_target_is_refused(run):
-    with pytest.raises(BadInput, match="--lora_target no_such_layer") as error:
-        run(lora_r=4, lora_target="no_such_layer")
+@pytest.mark.parametrize("target", ["no_such_layer", "q_proj,no_such_layer"])
+def test_unknown_target_is_refused(run, target):
+    with pytest.raises(BadInput, match=f"--lora_target {target}: .*no_such_layer") as error:
+        run(lora_r=4, lora_target=target)
     assert one_sentence(error)
+
+
+def test_targets_may_have_spaces_between_them():
+    model = load(trains=True, lora_r=4, lora_target="q_proj, v_proj")
+    names = {name.split(".")[-4] for name, p in model.named_parameters() if p.requires_grad}
+    assert names == {"q_proj", "v_proj"}
 
 
 @pytest.mark.parametrize("config", [{}, dict(modules_to_save=["lm_head"]), dict(modules_to_save=["embed_tokens"]),

@@ -1,4 +1,6 @@
 """The reference of a run: where it is held must not change the training, and it moves when the papers say it does."""
+import json
+import shutil
 from copy import deepcopy
 
 import pytest
@@ -6,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from models import MOE, build
 from runs import (  # noqa: F401
-    GROUPS, LORA, SCRIPTS, TINY, TOKENIZER, adapt, load, logprobs, needs_peft, run, same, save,
-    resolve_args, tiny)
+    GROUPS, LORA, SCRIPTS, TINY, TOKENIZER, adapt, load, logprobs, needs_peft, resolve_args, run, same, save, tiny)
 from torch import tensor
+from transformers import AutoModelForCausalLM
 
 import kto
 from refcache import BadInput, Swap, reference_logprobs
@@ -220,3 +222,22 @@ def test_contradictory_flags_are_refused_in_one_sentence(changes, words, script)
     with pytest.raises(BadInput, match=words) as error:
         resolve_args(script, **changes)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=needs_peft)])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_reference_with_another_tokenizer_is_refused(run, script, adapter, tmp_path):
+    shutil.copytree(tiny(), tmp_path / "other")
+    file = tmp_path / "other/tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    one, two, *_ = vocabulary = tokenizer["model"]["vocab"]
+    vocabulary[one], vocabulary[two] = vocabulary[two], vocabulary[one]
+    file.write_text(json.dumps(tokenizer))
+    (tmp_path / "other/tokenizer_config.json").unlink()
+    folder = str(tmp_path / "other")
+    if adapter:  # it has no tokenizer of its own, but its base has
+        import peft
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(r=2))
+        model.save_pretrained(folder := str(tmp_path / "adapter"))
+    with pytest.raises(BadInput, match="another tokenizer"):
+        run(script, ref_model=folder, ref="swap")

@@ -176,7 +176,7 @@ def test_every_step_has_its_own_seed(name, flags_of, tmp_path, monkeypatch):
     seeds = []
     monkeypatch.setattr(SCRIPTS[name], "set_seed", seeds.append)
     start(name, flags_of(name, tmp_path / "out", samples=0, eval_data=None))
-    assert len(seeds) == len({*seeds}) == 1 + STEPS  # the first is of what comes before the steps
+    assert len({*seeds}) == 1 + STEPS  # the first is of what comes before the steps
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
@@ -257,12 +257,28 @@ def test_a_failing_step_saves_the_steps_before_it_and_the_same_command_goes_on(
     same_as_whole(name, tmp_path / "out")
 
 
+@pytest.mark.parametrize("name, function", [("dpo", "evaluate"), pytest.param("kto", "answer", marks=pytest.mark.slow)])
+def test_a_failing_last_evaluation_saves_the_last_step(name, function, flags_of, same_as_whole, tmp_path, monkeypatch):
+    calls, original = [], getattr(SCRIPTS[name], function)
+    def failing(*inputs):
+        calls.append(1)
+        if len(calls) == (3 if name == "dpo" else 2):
+            raise BadInput("it failed")
+        return original(*inputs)
+    with monkeypatch.context() as patch, pytest.raises(BadInput, match="it failed") as error:
+        patch.setattr(SCRIPTS[name], function, failing)
+        start(name, flags_of(name, tmp_path / "out"))
+    assert error.value.__notes__ == ["step 3 is saved: run the same command to resume"]
+    monkeypatch.setattr(torch.optim.AdamW, "step", None)  # it is not trained again
+    same_as_whole(name, tmp_path / "out")
+
+
 @pytest.mark.parametrize("call, signalled, saved", [  # calls: held-out rows, step 1, step 2, held-out rows, step 3
-    (5, False, 2), (4, False, None), pytest.param(5, True, 2, marks=pytest.mark.slow)])
+    (5, False, 2), (4, False, 2), (6, False, 3), pytest.param(5, True, 2, marks=pytest.mark.slow)])
 def test_a_reward_that_raises_saves_the_steps_before_it_and_the_same_command_goes_on(
         call, signalled, saved, flags_of, same_as_whole, tmp_path, monkeypatch):
-    """At call 4 the weights belong to step 2 and the log to step 1, so that there is nothing to save. Signalled: Ctrl-C
-    reaches all processes of a terminal, so that a reward which asks another one may fail at the same time."""
+    """Calls 4 and 6 are of the evaluations after steps 2 and 3, whose updates are done: only these are repeated.
+    Signalled: Ctrl-C reaches all processes of a terminal, so that a reward may fail at the same time."""
     def call_reward(*inputs, original=rloo.call_reward, calls=[]):
         calls.append(1)
         if len(calls) == call:
@@ -310,6 +326,22 @@ def test_another_flag_of_rloo_is_refused_by_name(changes, flags_of, whole):
     (name, _), = changes.items()
     with pytest.raises(BadInput, match=rf"\b{name}\b"):
         start("rloo", flags_of("rloo", whole("rloo"), **changes))
+
+
+def test_a_row_moved_from_the_training_to_the_held_out_rows_is_refused(flags_of, copied, folder, tmp_path):
+    rows, held = (open(folder / f"{name}.jsonl").readlines() for name in ("pairs", "pairs_test"))
+    (tmp_path / "fewer.jsonl").write_text("".join(rows[:-1]))
+    (tmp_path / "more.jsonl").write_text("".join(rows[-1:] + held))
+    with pytest.raises(BadInput, match="rows"):
+        start("dpo", flags_of("dpo", copied, data=f"{tmp_path}/fewer.jsonl", eval_data=f"{tmp_path}/more.jsonl"))
+
+
+def test_more_steps_are_refused_where_the_warmup_would_have_been_longer(flags_of, tmp_path):
+    constant = dict(schedule="constant", ref="none", loss=("simpo",), samples=0)
+    stop("dpo", flags_of("dpo", tmp_path / "out", **constant), 1)
+    with pytest.raises(BadInput, match="steps of warmup 0 and not 2"):
+        start("dpo", flags_of("dpo", tmp_path / "out", **constant, ) | dict(steps=20))
+    assert len(start("dpo", flags_of("dpo", tmp_path / "out", **constant) | dict(steps=4))) == 5
 
 
 def test_other_rows_and_other_weights_are_refused(flags_of, copied, folder, tmp_path):

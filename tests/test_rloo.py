@@ -276,6 +276,18 @@ def test_a_reward_model_adds_to_the_functions_with_its_weight(run, tmp_path):
 def test_main_takes_functions_as_rewards(base, run, tmp_path):
     history = rloo.main(replace(base, reward=(), out=str(tmp_path / "out")), rewards=(load_function(base.reward[0]),))
     assert history == run().history
+    with pytest.raises(BadInput, match="rewards .* name another --out"):  # it is another run
+        rloo.main(replace(base, reward=(), out=str(tmp_path / "out")), rewards=lambda completions, **_: [0.0])
+
+
+def test_a_reward_that_changes_the_working_directory_moves_no_file(args, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    def wanders(completions, **_):
+        (tmp_path / "elsewhere").mkdir(exist_ok=True)
+        os.chdir(tmp_path / "elsewhere")
+        return [float(len(y)) for y in completions]
+    rloo.main(replace(args, model=str(Path(MODEL).absolute()), reward=(), out="here"), rewards=(wanders,))
+    assert (tmp_path / "here/model/model.safetensors").exists() and not [*(tmp_path / "elsewhere").iterdir()]
 
 
 def test_a_reward_model_keeps_to_tokens_per_forward_and_to_its_positions(tmp_path):
