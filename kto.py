@@ -534,7 +534,7 @@ def load_model(folder: str, device: str, args, trains: bool = False):
             import peft
             target, layers = args.lora_target.replace(" ", "").split(","), [name for name, _ in model.named_modules()]
             target = "all-linear" if target == ["all-linear"] else target
-            unknown = [name for name in target if not any(layer.endswith(name) for layer in layers)]
+            unknown = [name for name in target if not any(f".{layer}".endswith(f".{name}") for layer in layers)]
             refuse(unknown and target != "all-linear", f"there is no layer {unknown}", ValueError)
             config = peft.PeftConfig.from_pretrained(folder) if base else peft.LoraConfig(
                 task_type="CAUSAL_LM", r=lora, lora_alpha=args.lora_alpha or 2 * lora, target_modules=target)

@@ -541,7 +541,8 @@ class ReferenceCache(Mapping):
                 if not all(np.isfinite(np.frombuffer(z, np.float32)).all() for z in scored.values()):
                     raise BadInput("it holds a log-prob that is not finite")
         except Exception as error:  # any error of a damaged or hostile file
-            raise BadInput(f"{path} cannot be used, {one_line(error)}: delete it, or name another") from None
+            advice = "name another, or delete it if it is an old cache"
+            raise BadInput(f"{path} cannot be used, {one_line(error)}: {advice}") from None
         for prompt, scored in table.items():
             self.table[prompt] = scored | self.table.get(prompt, {})
 

@@ -171,9 +171,9 @@ def one_sentence(error):
     return "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize("target", ["no_such_layer", "q_proj,no_such_layer"])
+@pytest.mark.parametrize("target", ["no_such_layer", "q_proj,no_such_layer", "q_proj,proj"])
 def test_unknown_target_is_refused(run, target):
-    with pytest.raises(BadInput, match=f"--lora_target {target}: .*no_such_layer") as error:
+    with pytest.raises(BadInput, match=f"--lora_target {target}: ") as error:
         run(lora_r=4, lora_target=target)
     assert one_sentence(error)
 
