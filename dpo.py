@@ -608,7 +608,10 @@ def fill_cache(folder: str, tokenizer, groups: list, device: str, args) -> Refer
 def answer(policy, tokenizer, held: list, score: Callable | None, step: int, args) -> tuple[list[dict], dict]:
     """Samples at temperature 1, as lines of samples.jsonl, and {"eval_score": their mean --score}."""
     longest, samples = context_length(policy.config) - args.max_new_tokens, []
-    rows = [row for row in {row.prompt: row for row in held}.values() if len(row.prompt) <= longest][:args.samples]
+    prompts = [*{row.prompt: row for row in held}.values()]
+    rows = [row for row in prompts if len(row.prompt) <= longest][:args.samples]
+    if step == 0 and len(rows) < min(args.samples, len(prompts)):
+        print(f"{len(rows)} prompts are answered: the others leave no room for --max_new_tokens")
     core = base_model(policy)
     own, core.generation_config = core.generation_config, GenerationConfig()  # generate() would merge them
     ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
@@ -1015,13 +1018,15 @@ def main(args: Args) -> list[dict]:
     score = load_function(args.score) if args.score else None
     tokenizer, longest = load_tokenizer(folders["model"])
     other = folders["ref_model"]
-    own = [file for folder in (other, adapter_base(other) or other) for file in Path(folder).glob("tokenizer*.json")]
+    places = {other, adapter_base(other) or other} - {folders["model"]}
+    own = [file for place in places for file in Path(place).glob("tokenizer*.json")]
     refuse(own and tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer),
            f"{other} has another tokenizer than the policy: name another --ref_model")
     max_length = min(args.max_length, longest)
     train, held = (load_rows(file, tokenizer, max_length, args) if file else [] for file in (args.data, args.eval_data))
     if not args.eval_data:
         train, held = hold_out(train, args.eval_size, args.seed)
+    print(f"{len(train)} rows to train on, {len(held)} held out")
     if args.show_data:
         for y in (train[0].chosen, train[0].rejected):
             print(tokenizer.decode(train[0].prompt), *(f"[{tokenizer.decode([token])}]" for token in y), sep="")

@@ -1079,13 +1079,15 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
     judges = functions + ([("--score", load_function(args.score), 0.0)] if args.score else [])  # for held-out answers
     tokenizer, longest = load_tokenizer(folders["model"])
     other = folders["ref_model"]
-    own = [file for folder in (other, adapter_base(other) or other) for file in Path(folder).glob("tokenizer*.json")]
+    places = {other, adapter_base(other) or other} - {folders["model"]}
+    own = [file for place in places for file in Path(place).glob("tokenizer*.json")]
     refuse(own and tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer),
            f"{other} has another tokenizer than the policy: name another --ref_model")
     max_length = min(args.max_length, longest) - args.max_new_tokens  # of a prompt
     train, held = (load_rows(file, tokenizer, max_length, args) if file else [] for file in (args.data, args.eval_data))
     if not args.eval_data:
         train, held = hold_out(train, min(args.eval_size, args.samples), args.seed)
+    print(f"{len(train)} rows to train on, {len(held)} held out")
     if args.show_data:
         print(tokenizer.decode(train[0].prompt))
         return []

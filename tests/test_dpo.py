@@ -401,12 +401,12 @@ def policy():
     return dpo.load_model(MODEL, "cpu", Args(dtype="float32"))
 
 
-def answers_of(policy, score=None, seed=0, **changes):
+def answers_of(policy, score=None, seed=0, step=7, **changes):
     args = Args(model=MODEL, dtype="float32", **dict(max_new_tokens=12, score="score.py:rate") | changes)
     held = [SimpleNamespace(row=row, prompt=tuple(TOKENIZER.apply_chat_template(
         row["prompt"], add_generation_prompt=True, return_dict=False))) for row in ROWS]
     torch.manual_seed(seed)
-    return dpo.answer(policy, TOKENIZER, held, score, 7, args)
+    return dpo.answer(policy, TOKENIZER, held, score, step, args)
 
 
 def test_answers_come_from_the_model_whatever_its_generation_config_says(policy):
@@ -447,8 +447,10 @@ def test_answers_of_models_that_cannot_share_prompts_see_no_padding(policy, monk
     assert shapes == [1, 1, 1]
 
 
-def test_prompts_without_room_for_an_answer_get_none(policy):
-    assert answers_of(policy, max_new_tokens=250) == ([], {}) and answers_of(policy, samples=0) == ([], {})
+def test_prompts_without_room_for_an_answer_get_none_and_are_counted(policy, capsys):
+    assert answers_of(policy, step=0, max_new_tokens=250) == ([], {})
+    assert "0 prompts are answered: the others leave no room for --max_new_tokens" in capsys.readouterr().out
+    assert answers_of(policy, step=0, samples=0) == ([], {}) and not capsys.readouterr().out
 
 
 def test_scores_get_columns_and_messages_and_none_is_left_out(policy):
