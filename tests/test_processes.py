@@ -385,7 +385,7 @@ def test_a_killed_process_ends_the_run_and_the_same_command_goes_on(tmp_path, ra
     flags = ["--steps", "60", "--save_every", "1"]
     said, _, seconds = torchrun(tmp_path, *flags, act=lambda run, children: os.kill(children[rank], signal.SIGKILL))
     assert seconds < 60
-    assert rank == 0 or said == [said[0]] and "another process has ended" in said[0]
+    assert rank == 0 or said == [said[0]] and "another process has died" in said[0]
     _, text, _ = torchrun(tmp_path, *flags)
     assert "60 steps of 32 pairs" in text
     assert [line["step"] for line in dpo.read_lines(tmp_path / "out/metrics.jsonl")] == list(range(61))
@@ -395,6 +395,6 @@ def test_a_killed_process_ends_the_run_and_the_same_command_goes_on(tmp_path, ra
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_passes_a_signal_on_and_the_step_is_saved_and_said_once(tmp_path, number):
     said, _, seconds = torchrun(tmp_path, "--steps", "500", act=lambda run, children: run.send_signal(number))
-    assert seconds < 60 and len(said) == 1 and "is saved, and the same command goes on there" in said[0]
+    assert seconds < 60 and len(said) == 1 and "is saved, run the same command to resume" in said[0]
     lines = dpo.read_lines(tmp_path / "out/metrics.jsonl")
     assert torch.load(tmp_path / "out/checkpoint.pt")["step"] == lines[-1]["step"]
