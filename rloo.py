@@ -191,7 +191,7 @@ def refusing(what: str):
 
 
 def read_rows(source: str) -> list[tuple[str, dict]]:
-    """The rows of a file or a hub dataset NAME[:CONFIG][:SPLIT], each with its place: [("x.jsonl line 3", {..})]."""
+    """The rows of a file or a hub dataset NAME[[:CONFIG]:SPLIT], each with its place: [("x.jsonl line 3", {..})]."""
     kind, is_file, rows = Path(source.lower().removesuffix(".gz")).suffix[1:], Path(source).is_file(), []
     known = kind in ("jsonl", "json", "csv", "parquet")
     refuse(known and not is_file, f"{source}: there is no such file")
@@ -219,7 +219,7 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
             if kind == "csv":
                 reader = csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""), strict=True)
                 names = reader.fieldnames or []
-                refuse(len({*names}) < len(names) or len(names) > 1000, "two columns have one name", ValueError)
+                refuse(len({*names}) < len(names) or len(names) > 1000, "columns share a name", ValueError)
                 rows = list(reader)
                 refuse(any(None in row for row in rows), "a row has more cells than the header", ValueError)
             elif kind == "json" and text[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
@@ -282,7 +282,7 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
     for where, row in tqdm(rows, desc=f"tokenize {source}", unit="row", delay=2):
         try:
             prompt, answers = parse(row, where)
-            asks = {"system", "user"} & {"" if isinstance(y, str) else y[0]["role"] for y in answers}
+            asks = {"system", "user"} & {y[0]["role"] for y in answers if y and isinstance(y, list)}
             mixed = len({isinstance(text, str) for text in (prompt, *answers)}) > 1
             refuse(mixed, f"{where}: prompt and answers must all be strings, or all be lists of messages")
             refuse(asks, f"{where}: an answer begins with a message of role {' '.join(asks)}")

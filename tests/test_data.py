@@ -103,6 +103,18 @@ def test_ultrafeedback_layout_is_a_string_prompt_and_whole_conversations(load):
     assert load([whole])[0][:3] == load([answers_only])[0][:3] == expected
 
 
+@pytest.mark.parametrize("prompt", [CHATS[0]["prompt"], CHATS[0]["prompt"][0]["content"]])
+def test_kto_takes_whole_conversations_too_and_a_string_before_messages(load, prompt):
+    completions = [CHATS[0]["chosen"]] + [CHATS[0]["prompt"] + CHATS[0]["chosen"]] * (not isinstance(prompt, str))
+    rows = load([dict(prompt=prompt, completion=y, label=True) for y in completions], script=kto)
+    assert {row[:2] for row in rows} == {load(CHATS[:1])[0][:2]}
+
+
+def test_a_conversation_without_an_answer_is_dropped(load, capsys):
+    load([dict(CHATS[0], chosen=CHATS[0]["prompt"]), *CHATS])
+    assert "1 dropped: no tokens" in capsys.readouterr().out
+
+
 def test_answers_of_several_turns_are_rendered_whole(load):
     turns = said("It was fine.") + said("And the soup?", "user") + said("Bad.")
     prompt, chosen, _ = texts(load([dict(CHATS[0], chosen=turns)])[0])
