@@ -111,7 +111,8 @@ def test_kto_takes_whole_conversations_too_and_a_string_before_messages(load, pr
 
 
 def test_a_conversation_without_an_answer_is_dropped(load, capsys):
-    load([dict(CHATS[0], chosen=CHATS[0]["prompt"]), *CHATS])
+    question, rejected = CHATS[0]["prompt"], CHATS[0]["rejected"]
+    load([dict(prompt=question, chosen=question, rejected=question + rejected), *CHATS])
     assert "1 dropped: no tokens" in capsys.readouterr().out
 
 
