@@ -55,6 +55,7 @@ DEMO = {"model": "demo/model", "data": "demo/prompts.jsonl", "eval_data": "demo/
         "score": "demo/score.py:success", "reward": "demo/score.py:sentiment"}
 TODAY = datetime(2026, 1, 1)  # "today" in chat templates: the same rows every day
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+SMALL = 2**28  # bytes that any data file may unpack to
 
 
 @dataclass
@@ -196,7 +197,7 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
     known = kind in ("jsonl", "json", "csv", "parquet")
     refuse(known and not is_file, f"{source}: there is no such file")
     refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet (or + .gz)")
-    most = 2**20 + 300 * os.path.getsize(source) if is_file else 0  # bytes; more is a decompression bomb
+    most = SMALL + 300 * os.path.getsize(source) if is_file else 0  # bytes; more is a decompression bomb
     with refusing(f"cannot read {source}"):
         if not is_file:
             import datasets
@@ -215,11 +216,14 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
         else:
             with (gzip.open if source.lower().endswith(".gz") else open)(source, "rb") as file:
                 text = b"".join(iter(lambda: file.read(min(2**20, most + 1 - file.tell())), b""))
-                refuse(len(text) + 100 * text.count(b"{") > most, "it unpacks to much more than its size", ValueError)
+                objects = sum(map(text.count, (b"{", b"[", b"\n")))
+                refuse(len(text) + 100 * objects > most, "it unpacks to much more than its size", ValueError)
             if kind == "csv":
+                csv.field_size_limit(2**31 - 1)
                 reader = csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""), strict=True)
-                names = reader.fieldnames or []
-                refuse(len({*names}) < len(names) or len(names) > 1000, "columns share a name", ValueError)
+                names = [name for name in reader.fieldnames or [] if name]
+                refuse(len({*names}) < len(names), "two columns have one name", ValueError)
+                refuse(100 * len(names) * objects > most, "its rows are much shorter than its header", ValueError)
                 rows = list(reader)
                 refuse(any(None in row for row in rows), "a row has more cells than the header", ValueError)
             elif kind == "json" and text[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
@@ -241,7 +245,8 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
     with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {columns})"):
         if not all(isinstance(message[key], str) for message in messages for key in ("role", "content")):
             raise TypeError("role and content must be strings")
-        if isinstance(text, str) and re.match(r"\s*\[?\s*\{\s*['\"](role|content)['\"]\s*:", text):
+        keys = {*re.findall(r"['\"](role|content)['\"]\s*:", text)} if isinstance(text, str) else ()
+        if len(keys) == 2 and re.match(r"\s*\[?\s*\{", text):
             raise TypeError("these are messages written as a string")
     refuse(not messages or not messages[-1]["content"].strip(), f"{name} is empty", Skip)
     return text
@@ -287,7 +292,8 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
             refuse(mixed, f"{where}: prompt and answers must all be strings, or all be lists of messages")
             refuse(asks, f"{where}: an answer begins with a message of role {' '.join(asks)}")
             if isinstance(prompt, str) and answers and all(answer.startswith(prompt.rstrip()) for answer in answers):
-                raise Skip("the answers begin with the prompt")
+                refuse(len(prompt) > 20, "the answers begin with the prompt", Skip)
+                notes.setdefault("whose answers begin with their short prompt", []).append(where)
             front, ids = tokenize(tokenizer, prompt, answers, args, where)
             over = len(front) + max(map(len, ids)) - max_length
             if over > 0:
@@ -800,9 +806,10 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
     """What must be equal for a bitwise-equal resume: flags, rows, weights."""
     digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # compared by content, not by path
     speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard", "parallel"}
-    may_differ = speed | ({"steps", "epochs"} if args.schedule == "constant" else set())
+    longer = args.schedule == "constant" and args.save_dtype == "float32"  # else the last step rounds the weights
+    may_differ = speed | ({"steps", "epochs"} if longer else set())
     flags = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
-    flags |= {name: re.findall(r"\w+\.py:\w+", str(flags[name])) for name in {"score", "reward"} & flags.keys()}
+    flags |= {name: re.findall(r"[^/'\"]+\.py:\w+", str(flags[name])) for name in {"score", "reward"} & flags.keys()}
     weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
     digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
     mine = {**flags, **weights, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
@@ -822,7 +829,7 @@ def save_checkpoint(out: Path, step: int, identity: dict, pending=(), **objects)
     if processes()[0]:
         return
     sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
-    state |= {"step": step, "identity": identity, "sizes": sizes, "pending": pending}
+    state |= {"step": step, "identity": identity, "sizes": sizes, "pending": json.dumps(pending, default=str)}
     try:
         write_whole(out / "checkpoint.pt", lambda file: torch.save(state, file))
     except RuntimeError as error:  # torch.save's error on a full disk
@@ -838,7 +845,8 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
     with refusing(f"{path} is damaged (delete it to start anew)"):
         archive = zipfile.ZipFile(path)
         bomb = sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size
-        refuse(bomb or any(entry.compress_type for entry in archive.infolist()), "it is compressed", ValueError)
+        refuse(bomb or archive.infolist()[0].header_offset or any(entry.compress_type for entry in archive.infolist()),
+               "torch.save writes no such archive", ValueError)
         refuse(archive.testzip(), "its checksum does not match", ValueError)  # torch.load checks none
         (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
         for opcode, name, _ in pickletools.genops(pickled):  # bytearray(10 ** 10) would pass weights_only
@@ -847,6 +855,10 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
         state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)  # processes share its memory
         refuse(type(state["step"]) is not int or state["step"] < 0, "its step is invalid", ValueError)
         refuse(state["step"] and not state["sizes"][METRICS], "its sizes are invalid", ValueError)
+        state["pending"] = json.loads(state["pending"])
+        line = state["pending"][0] if state["pending"] else {"step": state["step"]}
+        wrong = line["step"] != state["step"] or any(type(value) not in (int, float) for value in line.values())
+        refuse(wrong, "its pending line is invalid", ValueError)
         for name, mine in identity.items():
             theirs = state["identity"].get(name)
             difference = f"{name} {reprlib.repr(theirs)} and not {reprlib.repr(mine)}"
@@ -1125,7 +1137,7 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
         changing = dict(policy=policy, optimizer=optimizer)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference else {}
         restore(out, state, **changing)
-        done, saved, pending = state["step"], state["step"], ()
+        done, saved, pending = state["step"], state["step"], []
         scheduler = LambdaLR(optimizer, lambda past: lr_factor(past + 1, max(1, steps), args.warmup, args.schedule),
                              last_epoch=done - 1)
         log = Log(out, args.tensorboard)
@@ -1200,7 +1212,9 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
             all_here = not dist.is_initialized() or isinstance(error, Stopped)  # saving needs all processes
             if done and done > saved and all_here:
                 save_checkpoint(out, done, identity, pending, **changing)
-                error.add_note(f"step {done} is saved: run the same command to resume")
+                saved = done
+            if saved and "is saved" not in str(error):
+                error.add_note(f"step {saved} is saved: run the same command to resume")
             raise
         save_model(policy, tokenizer, out, args)
         save_checkpoint(out, steps, identity)  # without weights: the run is finished

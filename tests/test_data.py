@@ -255,7 +255,9 @@ def test_answers_that_leave_no_room_for_a_prompt_are_dropped_even_with_truncate(
     (dict(CHATS[0], chosen=said("")), "chosen is empty"),
     (dict(TEXT, chosen=TEXT["rejected"]), "chosen equals rejected"),
     (dict(TEXT, chosen=" same" + END, rejected=" same"), "both answers the same"),
-    (dict(TEXT, chosen="The tea was warm.", rejected="The tea was bad."), "begin with the prompt"),
+    (dict(prompt="Here is once more the tea ", chosen="Here is once more the tea, warm.",
+          rejected="Here is once more the tea, cold."),
+     "begin with the prompt"),
     (dict(chosen="x", rejected="y"), "no column prompt"), (dict(chosen="x", rejected="xy"), "no column prompt"),
 ])
 @pytest.mark.parametrize("script", [dpo, kto])
@@ -270,6 +272,18 @@ def test_rows_that_teach_nothing_are_dropped_and_counted_with_the_first_place(lo
         load([bad], script=script)
 
 
+def test_answers_that_begin_with_a_short_prompt_are_kept_and_counted(load, capsys):
+    assert len(load([TEXT, dict(prompt="Hello", chosen="Hello! How are you?", rejected="Hello you")])) == 2
+    assert "1 whose answers begin with their short prompt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("yes, no", [
+    (True, False), (1, 0), (1.0, 0.0), ("1", "0"), ("1.0", "0.0"), ("true", "false"), ("True", "False"), ("TRUE", "FALSE")])
+def test_labels_are_what_json_python_and_spreadsheets_write(load, yes, no):
+    rows = load([dict(prompt="The tea", completion=" was warm.", label=label) for label in (yes, no)], script=kto)
+    assert [row.label for row in rows] == [True, False]
+
+
 @pytest.mark.parametrize("bad, words", [
     ("{broken", ""), ('["a list"]', ""), ("7", ""), ("null", ""), ("[" * 100_000, ""), ('{"prompt": ', ""),
     ({"prompt": "x", "chosen": "y"}, "rejected must be a string .*columns: "), (dict(TEXT, chosen=5), "chosen must be"),
@@ -281,7 +295,7 @@ def test_rows_that_teach_nothing_are_dropped_and_counted_with_the_first_place(lo
     (dict(CHATS[0], chosen=said("a", "user"), rejected=said("b", "user")), "role user"),
     (dict(CHATS[0], chosen=said("x", "system") + CHATS[0]["prompt"] + said("a")), "role system"),
     (dict(TEXT, prompt=' [ {"content": "q", "role": "user"}]'), "messages written as a string"),
-    (dict(TEXT, chosen="{'role': 'user'}"), "messages written as a string"),
+    (dict(TEXT, chosen="{'content': 'a', 'role': 'user'}"), "messages written as a string"),
     (dict(TEXT, chosen=" \ud800"), "cannot be rendered"), (dict(TEXT, prompt="half \udfff"), "cannot be rendered"),
 ])
 def test_malformed_rows_are_refused_in_one_sentence_that_names_the_line(load, bad, words):
@@ -365,8 +379,9 @@ def repeated(path, n):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz", "rows.csv.gz", "rows.parquet"])
-def test_a_file_that_unpacks_to_much_more_than_its_size_is_refused(load, tmp_path, name):
+def test_a_file_that_unpacks_to_much_more_than_its_size_is_refused(load, tmp_path, name, monkeypatch):
     path = repeated(tmp_path / name, 1000)
+    monkeypatch.setattr(dpo, "SMALL", 2**20)
     assert path.stat().st_size < 2**25 / 320
     with pytest.raises(BadInput, match=f"cannot read .*{name}: .*much more than its size"):
         load(path)

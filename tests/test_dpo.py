@@ -556,7 +556,7 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     # what a shell or a notebook makes of an empty variable, and numbers of numpy
     (dict(ref_model=""), "--ref_model"), (dict(eval_data=""), "--eval_data"), (dict(ref_cache=""), "--ref_cache"),
     (dict(beta=np.float64(-0.1)), "--beta"), (dict(lr=np.float64("nan")), "--lr"), (dict(steps=True), "--steps"),
-    (dict(ref_cache="x/model"), "--ref_cache"), (dict(out="out\udcff"), "--out"),
+    (dict(out="out\udcff"), "--out"),
 ])
 def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(arguments, changes, words):
     args = arguments(**changes)
@@ -565,6 +565,13 @@ def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(ar
     assert "\n" not in str(error.value)
     if "out" not in changes:
         assert not Path(args.out).exists()
+
+
+@pytest.mark.parametrize("name", ["model", "model/cache.pkl", ".model/x.pkl", ".lock", ".checkpoint.pt.partial"])
+def test_a_cache_where_a_run_writes_and_deletes_is_refused(arguments, name):
+    args = arguments()
+    with pytest.raises(BadInput, match="--ref_cache .* another output"):
+        dpo.main(replace(args, ref_cache=f"{args.out}/{name}"))
 
 
 @pytest.mark.parametrize("path", ["/proc/nothing/cache.pkl", "/"])

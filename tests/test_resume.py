@@ -467,7 +467,9 @@ DAMAGES = {
     "a policy tensor of another shape": change_tensor("policy"),
     "an optimizer tensor of another shape": change_tensor("optimizer"),
 }
-QUICK = {"a compressed archive", "memory for the asking", "truncated", "a bit flipped in a tensor", "a pickle bomb",
+DAMAGES |= {f"pending {pending}": change(pending=pending) for pending in (
+    5, "x", "5", "[{}]", '[{"step": "2"}]', '[{"step": 1}]', '[{"step": 2, "loss": []}]', "[[]]")}
+QUICK = {"pending 5", "a compressed archive", "memory for the asking", "truncated", "a bit flipped in a tensor", "a pickle bomb",
          "a string for a step", "a policy tensor of another shape"}
 
 
