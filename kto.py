@@ -806,7 +806,6 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
     """Loads what save_checkpoint wrote, executing nothing in it. BadInput if it is damaged, or another run's."""
     path = out / "checkpoint.pt"
     if not path.exists():
-        refuse((out / "model").exists(), f"{out / 'model'} is there already: name another --out")
         return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}}
     with refusing(f"{path} is damaged (delete it to start anew)"):
         archive = zipfile.ZipFile(path)
@@ -1071,6 +1070,8 @@ def main(args: Args) -> list[dict]:
         finished = state["step"] > 0 and "policy" not in state  # the last checkpoint holds no weights
         refuse(state["step"] > steps or finished and state["step"] < steps,
                f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
+        early = (out / "model").exists() and state["step"] < steps  # it is not of this run
+        refuse(early, f"{out / 'model'} is there already: name another --out")
         if finished:
             print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
             return read_lines(out / METRICS)

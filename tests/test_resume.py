@@ -583,12 +583,14 @@ def test_an_out_that_holds_an_input_is_refused_and_untouched(flags_of, folder, t
         assert "\n" not in str(error.value) and sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_model_of_someone_else_in_out_is_refused_and_untouched(flags_of, tmp_path):
-    (tmp_path / "out/model").mkdir(parents=True)
-    (tmp_path / "out/model/precious").write_text("precious")
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_model_of_someone_else_in_out_is_refused_and_untouched(flags_of, copied, tmp_path, empty):
+    out = tmp_path / "new" if empty else copied  # a stopped run
+    (out / "model").mkdir(parents=True)
+    (out / "model/precious").write_text("precious")
     with pytest.raises(BadInput, match="is there already") as error:
-        start("dpo", flags_of("dpo", tmp_path / "out"))
-    assert "\n" not in str(error.value) and (tmp_path / "out/model/precious").read_text() == "precious"
+        start("dpo", flags_of("dpo", out))
+    assert "\n" not in str(error.value) and (out / "model/precious").read_text() == "precious"
 
 
 # ---- Kills ----------------------------------------------------------------------------------------------------------
