@@ -50,7 +50,9 @@ import tyro
 
 DEMO = {"model": "demo/model", "data": "demo/pairs.jsonl", "eval_data": "demo/pairs_test.jsonl",
         "score": "demo/score.py:success"}
-TODAY = datetime(2026, 1, 1)  # "today" in chat templates: the same rows every day
+TODAY = datetime(2026, 1, 1)  # "today" in chat templates, which call strftime_now(): the same rows every day
+PINNED = "".join(f"|replace('%{c}', '{TODAY.strftime('%' + c)}')" for c in "a A b B d -d m -m y Y H M S p".split())
+PINNED = f"{{% macro strftime_now(format) %}}{{{{ format{PINNED} }}}}{{% endmacro %}}"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 SMALL = 2**28  # bytes that any data file may unpack to
 Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
@@ -121,9 +123,9 @@ class Args:
 if __name__ == "__main__":
     if int(os.environ.get("RANK", 0)):  # under torchrun only rank 0 prints
         sys.stdout = sys.stderr = open(os.devnull, "w")
-    given = [word.split("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")]
+    given = ["--" + word[2:].split("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")]
     for flag in {flag for flag in given if given.count(flag) > 1}:
-        print(f"{flag} is given twice: put all values after one {flag}", file=sys.stderr)
+        print(f"{Path(__file__).name}: {flag} is given twice: put all values after one {flag}", file=sys.stderr)
         sys.exit(2)
     ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
 
@@ -140,7 +142,7 @@ from safetensors import SafetensorError  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging, set_seed  # noqa
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
-from typeguard import check_type  # noqa: E402  comes with tyro
+from typeguard import CollectionCheckStrategy, check_type  # noqa: E402  comes with tyro
 from refcache import (  # noqa: E402
     BadInput, ReferenceCache, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
     completion_logprobs, context_length, eval_mode, full_tensor, log_ratios, micro_batches, one_line, out_of_memory,
@@ -298,8 +300,9 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
     with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {columns})"):
         if not all(isinstance(message[key], str) for message in messages for key in ("role", "content")):
             raise TypeError("role and content must be strings")
-        keys = {*re.findall(r"['\"](role|content)['\"]\s*:", text)} if isinstance(text, str) else ()
-        if len(keys) == 2 and re.match(r"\s*\[?\s*\{", text):
+        keys = {*re.findall(r"\b(role|content|from|value)[\\\"']*\s*[:=]", text)} if isinstance(text, str) else {*()}
+        if {"role", "content"} <= keys and re.match(r"[\s\ufeff\"]*\w*[\[({]", text) or (
+                {"from", "value"} <= keys and re.match(r"[\s\ufeff\"]*\[", text)):
             raise TypeError("these are messages written as a string")
     refuse(not messages or not messages[-1]["content"].strip(), f"{name} is empty", Skip)
     return text
@@ -316,9 +319,9 @@ def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[i
             a, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
             front = full[:next((i for i in range(len(full)) if full[i:i + len(a)] == a), 0)]  # BOS, a language code
         else:
-            dated = re.sub(r"strftime_now\((['\"])(.*?)\1\)", lambda call: repr(TODAY.strftime(call[2])),
-                           tokenizer.get_chat_template())  # the same rows every day
-            template = {"chat_template": dated, "tokenize": False} | json.loads(args.chat_template_kwargs)
+            template = {"chat_template": tokenizer.get_chat_template()} | json.loads(args.chat_template_kwargs)
+            dated = "strftime_now" in template["chat_template"]
+            template |= {"chat_template": PINNED * dated + template["chat_template"], "tokenize": False}
             texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **template),
                      *(tokenizer.apply_chat_template(prompt + answer, **template) for answer in answers)]
         "".join(texts).encode()  # half of a surrogate pair would crash the tokenizer
@@ -335,7 +338,7 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
     """[(prompt ids, [answer ids, ..], row), ..] of the rows that fit; parse(row, where) gives a prompt and its answers.
     Says what it left out and why. The prompt/answer boundary is part of the cache's key: it is set only here."""
     rows, kept, notes, ints = read_rows(source), [], {}, {}
-    if "strftime_now" in str(tokenizer.chat_template):
+    if "strftime_now" in f"{tokenizer.chat_template}{args.chat_template_kwargs}":
         print(f"the chat template names today's date: here it is always {TODAY:%d %B %Y}")
     for where, row in tqdm(rows, desc=f"tokenize {source}", unit="row", delay=2):
         try:
@@ -344,7 +347,7 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
             mixed = len({isinstance(text, str) for text in (prompt, *answers)}) > 1
             refuse(mixed, f"{where}: prompt and answers must all be strings, or all be lists of messages")
             refuse(asks, f"{where}: an answer begins with a message of role {' '.join(asks)}")
-            if isinstance(prompt, str) and answers and all(answer.startswith(prompt.rstrip()) for answer in answers):
+            if isinstance(prompt, str) and answers and all(y.strip().startswith(prompt.strip()) for y in answers):
                 refuse(len(prompt) > 20, "the answers begin with the prompt", Skip)
                 notes.setdefault("whose answers begin with their short prompt", []).append(where)
             front, ids = tokenize(tokenizer, prompt, answers, args, where)
@@ -664,9 +667,10 @@ def resolve_args(args):
     for name, hint in get_type_hints(type(args)).items():
         value = vars(args)[name]
         with refusing(f"--{name} cannot be {value!r}"):  # main() may be called without a command line
-            check_type(value, hint)
+            check_type(value, hint, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
             refuse(value == "" or isinstance(value, bool) and hint is not bool, "leave it out", ValueError)
-            wrong = isinstance(value, (int, float)) and not (0 <= value < 1e18 and (value or name in may_be_0))
+            most = 1e13 if isinstance(value, int) else 1e18
+            wrong = isinstance(value, (int, float)) and not (0 <= value < most and (value or name in may_be_0))
             refuse(wrong and hint is not bool, "it must be a number above 0", ValueError)
     refuse_unused(args, {
         "lora_alpha": ("--lora_r", args.lora_r), "lora_target": ("--lora_r", args.lora_r),
@@ -735,12 +739,14 @@ def lock_folder(out: Path, inputs: list):
     """Creates and locks the output folder. Refuses one that another run uses or that holds an input."""
     bases = [adapter_base(path) for path in inputs if path and Path(path).is_dir()]
     for path in filter(None, [*inputs, *bases]):
-        refuse(Path(path).resolve().is_relative_to(out.resolve()), f"--out {out} holds {path}, an input: name another")
+        one, two = Path(path).resolve(), out.resolve()
+        refuse(one.is_relative_to(two) or two.is_relative_to(one), f"--out {out} holds or lies in {path}, an input")
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
         str(out).encode()  # safetensors takes only UTF-8
         out.mkdir(parents=True, exist_ok=True)
         new = processes()[0] == 0 and not (out / ".lock").exists() and not (out / "checkpoint.pt").exists()
-        for path in (out / name for name in ("checkpoint.pt", METRICS, SAMPLES, "args.json", ".model")):
+        names = "checkpoint.pt", ".checkpoint.pt.partial", METRICS, SAMPLES, "args.json", ".model"
+        for path in (out / name for name in names):
             wrong = path.is_symlink() or path.exists() and path.is_file() == (path.name == ".model")
             refuse(wrong, f"{path} is not a file of a run: name another --out")
             refuse(new and path.exists(), f"{path} is there already, but not from a run: name another --out")
@@ -1013,7 +1019,7 @@ def check(args: Args):
     refuse(not args.beta, "--beta must be above 0")
     asked = args.ref in ("swap", "live") or args.ref_cache or args.ref_model != args.model
     refuse(asked and losses <= {"simpo", "sft"}, "this --loss has no reference: leave out --ref, --ref_*")
-    own, cache = Path(args.out).resolve(), Path(args.ref_cache or "reference_logprobs.pkl").resolve()
+    own, cache = (Path(os.path.realpath(path)) for path in (args.out, args.ref_cache or "reference_logprobs.pkl"))
     other = cache.name in (METRICS, SAMPLES, "args.json", "checkpoint.pt", ".checkpoint.pt.partial", ".lock")
     other = other or {own / "model", own / ".model"} & {cache, *cache.parents}
     refuse(other, f"--ref_cache {args.ref_cache} is the name of another output: choose another")
@@ -1050,12 +1056,12 @@ def main(args: Args) -> list[dict]:
     steps = math.ceil(args.epochs * len(train) / batch_size) if args.steps is None else args.steps
     out = Path(args.out).absolute()  # a reward function may change the working directory
     with lock_folder(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
-        identity = identify(args, [*train, None, *held], folders) | {"steps of warmup": round(args.warmup * steps)}
+        identity = identify(args, [*train, None, *held], folders) | {"steps of --warmup": round(args.warmup * steps)}
         state = read_checkpoint(out, identity)
         finished = state["step"] > 0 and "policy" not in state  # the last checkpoint holds no weights
         refuse(state["step"] > steps or finished and state["step"] < steps,
                f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
-        early = (out / "model").exists() and state["step"] < steps  # it is not of this run
+        early = os.path.lexists(out / "model") and state["step"] < steps  # it is not of this run
         refuse(early, f"{out / 'model'} is there already: name another --out")
         if finished:
             print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")

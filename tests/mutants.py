@@ -124,7 +124,8 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("dpo.py", RESUME, "            file.truncate(", "            0 and file.truncate("),
     ("dpo.py", RESUME, 'generator(seed, "step", step)', 'generator(seed, "step", 0)'),
     ("dpo.py", RESUME, "identity, pending, **changing)", "identity, (), **changing)"),
-    ("dpo.py", RESUME, "is_relative_to(out.resolve())", "is_relative_to(out.resolve() / 'x')"),
+    ("dpo.py", RESUME, "one.is_relative_to(two) or two", "two"),
+    ("dpo.py", RESUME, "or two.is_relative_to(one)", ""),
 ]
 EQUIVALENT = {  # text -> why nothing can notice
     "attention_mask=(ids >= 0).long()), sources": "padding is on the right, where no causal attention looks",

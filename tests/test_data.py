@@ -122,10 +122,23 @@ def test_answers_of_several_turns_are_rendered_whole(load):
     assert prompt + chosen == TOKENIZER.apply_chat_template(CHATS[0]["prompt"] + turns, tokenize=False)
 
 
-def test_chat_templates_see_a_fixed_date(load):
-    dated = variant("{{ strftime_now('%d %b %Y') }}: {% for m in messages %}{{ m.content }};{% endfor %}")
+@pytest.mark.parametrize("call", [
+    "{{ strftime_now('%d %b %Y') }}", "{{ strftime_now( format = '%d %b %Y' ) }}",
+    "{% set now = strftime_now %}{% set f = '%d %b %Y' %}{{ now(f) }}",
+    "{% if strftime_now is defined %}{{ strftime_now('%d ') + strftime_now('%b %Y') }}{% endif %}"])
+def test_chat_templates_see_a_fixed_date(load, call, capsys):
+    template = call + ": {% for m in messages %}{{ m.content }};{% endfor %}"
     row = dict(prompt=said("q", "user"), chosen=said("a"), rejected=said("b"))
-    assert texts(load([row], dated)[0])[0] == "01 Jan 2026: q;"
+    for tokenizer, kwargs in ((variant(template), {}), (TOKENIZER, {"chat_template": template})):
+        assert texts(load([row], tokenizer, chat_template_kwargs=json.dumps(kwargs))[0])[0] == "01 Jan 2026: q;"
+        assert "always 01 January 2026" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code", "a A b B d -d m -m y Y H M S p".split())
+def test_the_fixed_date_is_written_as_python_writes_it(load, code):
+    tokenizer = variant("{{ strftime_now('%" + code + "') }}: {% for m in messages %}{{ m.content }};{% endfor %}")
+    row = dict(prompt=said("q", "user"), chosen=said("a"), rejected=said("b"))
+    assert texts(load([row], tokenizer)[0])[0] == f"{dpo.TODAY.strftime('%' + code)}: q;"
 
 
 def test_chat_template_kwargs_reach_the_template(load):
@@ -278,7 +291,8 @@ def test_answers_that_begin_with_a_short_prompt_are_kept_and_counted(load, capsy
 
 
 @pytest.mark.parametrize("yes, no", [
-    (True, False), (1, 0), (1.0, 0.0), ("1", "0"), ("1.0", "0.0"), ("true", "false"), ("True", "False"), ("TRUE", "FALSE")])
+    (True, False), (1, 0), (1.0, 0.0), ("1", "0"), ("1.0", "0.0"), ("true", "false"), ("True", "False"),
+    ("TRUE", "FALSE")])
 def test_labels_are_what_json_python_and_spreadsheets_write(load, yes, no):
     rows = load([dict(prompt="The tea", completion=" was warm.", label=label) for label in (yes, no)], script=kto)
     assert [row.label for row in rows] == [True, False]
@@ -296,6 +310,9 @@ def test_labels_are_what_json_python_and_spreadsheets_write(load, yes, no):
     (dict(CHATS[0], chosen=said("x", "system") + CHATS[0]["prompt"] + said("a")), "role system"),
     (dict(TEXT, prompt=' [ {"content": "q", "role": "user"}]'), "messages written as a string"),
     (dict(TEXT, chosen="{'content': 'a', 'role': 'user'}"), "messages written as a string"),
+    (dict(TEXT, prompt="[{'from': 'human', 'value': 'q'}]"), "messages written as a string"),
+    (dict(TEXT, prompt='"[{\\"role\\": \\"user\\", \\"content\\": \\"q\\"}]"'), "messages written as a string"),
+    (dict(TEXT, prompt="\ufeff[Message(role='user', content='q')]"), "messages written as a string"),
     (dict(TEXT, chosen=" \ud800"), "cannot be rendered"), (dict(TEXT, prompt="half \udfff"), "cannot be rendered"),
 ])
 def test_malformed_rows_are_refused_in_one_sentence_that_names_the_line(load, bad, words):

@@ -556,7 +556,9 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     # what a shell or a notebook makes of an empty variable, and numbers of numpy
     (dict(ref_model=""), "--ref_model"), (dict(eval_data=""), "--eval_data"), (dict(ref_cache=""), "--ref_cache"),
     (dict(beta=np.float64(-0.1)), "--beta"), (dict(lr=np.float64("nan")), "--lr"), (dict(steps=True), "--steps"),
-    (dict(out="out\udcff"), "--out"),
+    (dict(out="out\udcff"), "--out"), (dict(loss=("sigmoid", 5)), "--loss"),
+    (dict(batch_size=10**15), "--batch_size"),
+    (dict(loss=("sigmoid", "sft"), loss_weights=(1.0, "2")), "--loss_weights"),
 ])
 def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(arguments, changes, words):
     args = arguments(**changes)

@@ -339,7 +339,7 @@ def test_a_row_moved_from_the_training_to_the_held_out_rows_is_refused(flags_of,
 def test_more_steps_are_refused_where_the_warmup_would_have_been_longer(flags_of, tmp_path):
     constant = dict(schedule="constant", ref="none", loss=("simpo",), samples=0)
     stop("dpo", flags_of("dpo", tmp_path / "out", **constant), 1)
-    with pytest.raises(BadInput, match="steps of warmup 0 and not 2"):
+    with pytest.raises(BadInput, match="steps of --warmup 0 and not 2"):
         start("dpo", flags_of("dpo", tmp_path / "out", **constant, ) | dict(steps=20))
     assert len(start("dpo", flags_of("dpo", tmp_path / "out", **constant) | dict(steps=4))) == 5
 
@@ -469,8 +469,8 @@ DAMAGES = {
 }
 DAMAGES |= {f"pending {pending}": change(pending=pending) for pending in (
     5, "x", "5", "[{}]", '[{"step": "2"}]', '[{"step": 1}]', '[{"step": 2, "loss": []}]', "[[]]")}
-QUICK = {"pending 5", "a compressed archive", "memory for the asking", "truncated", "a bit flipped in a tensor", "a pickle bomb",
-         "a string for a step", "a policy tensor of another shape"}
+QUICK = {"pending 5", "a compressed archive", "memory for the asking", "truncated", "a bit flipped in a tensor",
+         "a pickle bomb", "a string for a step", "a policy tensor of another shape"}
 
 
 def test_fewer_steps_than_a_run_has_made_are_refused(flags_of, copied):
@@ -577,6 +577,7 @@ def test_an_out_that_holds_an_input_is_refused_and_untouched(flags_of, folder, t
     before = sorted(tmp_path.rglob("*"))
     model, data = str(tmp_path / "home/model"), str(tmp_path / "home/pairs.jsonl")
     for out, changes in (("home", dict(model=model)), ("home/model", dict(ref_model=model)), ("home", dict(data=data)),
+                         ("home/model/run", dict(model=model)),
                          ("home/x/..", dict(eval_data=data)), ("home/pairs.jsonl", dict(data=data))):
         with pytest.raises(BadInput, match="--out") as error:
             start("dpo", flags_of("dpo", tmp_path / out, **changes))
