@@ -124,7 +124,7 @@ def test_size_of_the_head_chunks_changes_memory_only(name, monkeypatch):
     model = make(name)
     share_prompts(model)
     truth = values_and_gradients(completion_logprobs, model, GROUPS)
-    monkeypatch.setattr(refcache, "HEAD_BYTES", 4 * 5 * 97 * 4)  # 5 completion tokens at a time, a quarter of it
+    monkeypatch.setattr(refcache, "HEAD_BYTES", 2 * 5 * 97 * 4)  # 5 completion tokens at a time, half of it
     assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth)
 
 
@@ -202,7 +202,7 @@ def test_head_sees_completion_tokens_only_and_no_more_than_head_bytes(name, monk
     model, rows = make(name), []
     share_prompts(model)
     model.lm_head.register_forward_hook(lambda _, args, out: rows.append(args[0].shape[0]))
-    monkeypatch.setattr(refcache, "HEAD_BYTES", 4 * 7 * 97 * 4)
+    monkeypatch.setattr(refcache, "HEAD_BYTES", 2 * 7 * 97 * 4)
     with torch.no_grad():
         completion_logprobs(model, GROUPS)
     assert rows == [7] * 4 and sum(rows) == sum(len(y) for _, completions in GROUPS for y in completions)
