@@ -300,7 +300,7 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
     with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {columns})"):
         if not all(isinstance(message[key], str) for message in messages for key in ("role", "content")):
             raise TypeError("role and content must be strings")
-        keys = {*re.findall(r"\b(role|content|from|value)[\\\"']*\s*[:=]", text)} if isinstance(text, str) else {*()}
+        keys = {*re.findall(r"\b(role|content|from|value)[\\\"']*\s*[:=]", text)} if isinstance(text, str) else set()
         if {"role", "content"} <= keys and re.match(r"[\s\ufeff\"]*\w*[\[({]", text) or (
                 {"from", "value"} <= keys and re.match(r"[\s\ufeff\"]*\[", text)):
             raise TypeError("these are messages written as a string")
@@ -424,7 +424,7 @@ def init_processes() -> str:
     """Joins the process group under torchrun. Returns this process's device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" in os.environ and not dist.is_initialized():
-        with refusing("RANK is set, as torchrun does, but this is not a run of torchrun"):
+        with refusing("RANK is set, as by torchrun, but the processes cannot be joined"):
             if device == "cuda":
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group()  # NCCL for GPU tensors, gloo for CPU tensors
@@ -495,6 +495,15 @@ def load_tokenizer(folder: str):
         longest = context_length(AutoConfig.from_pretrained(base, trust_remote_code=False))
         own = [*Path(folder).glob("tokenizer*.json")]
         return AutoTokenizer.from_pretrained(folder if own else base, trust_remote_code=False), longest
+
+
+def compare_tokenizers(tokenizer, folders: dict[str, str]):
+    """Refuses a reference, or the base of one, that comes with another tokenizer than the policy."""
+    other = folders["ref_model"]
+    places = {other, adapter_base(other) or other} - {folders["model"]}
+    own = [file for place in places for file in Path(place).glob("tokenizer*.json")]
+    refuse(own and tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer),
+           f"{other} has another tokenizer than the policy: name another --ref_model")
 
 
 def from_checkpoint(kind, folder: str):
@@ -671,7 +680,7 @@ def resolve_args(args):
             refuse(value == "" or isinstance(value, bool) and hint is not bool, "leave it out", ValueError)
             most = 1e13 if isinstance(value, int) else 1e18
             wrong = isinstance(value, (int, float)) and not (0 <= value < most and (value or name in may_be_0))
-            refuse(wrong and hint is not bool, "it must be a number above 0", ValueError)
+            refuse(wrong and hint is not bool, f"it must be a number above 0 and below {most:g}", ValueError)
     refuse_unused(args, {
         "lora_alpha": ("--lora_r", args.lora_r), "lora_target": ("--lora_r", args.lora_r),
         "ref_model": ("a reference", args.ref != "none"), "sync_mix": ("--sync_reference", args.sync_reference),
@@ -1038,11 +1047,7 @@ def main(args: Args) -> list[dict]:
     folders = {name: find_folder(vars(args)[name]) for name in ("model", "ref_model")}
     score = load_function(args.score) if args.score else None
     tokenizer, longest = load_tokenizer(folders["model"])
-    other = folders["ref_model"]
-    places = {other, adapter_base(other) or other} - {folders["model"]}
-    own = [file for place in places for file in Path(place).glob("tokenizer*.json")]
-    refuse(own and tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer),
-           f"{other} has another tokenizer than the policy: name another --ref_model")
+    compare_tokenizers(tokenizer, folders)
     max_length = min(args.max_length, longest)
     train, held = (load_rows(file, tokenizer, max_length, args) if file else [] for file in (args.data, args.eval_data))
     if not args.eval_data:

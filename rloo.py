@@ -2,7 +2,7 @@
 
 Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv:2402.14740, leave-one-out:
 
-    (1)   ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x)        y_1 .. y_k ~ π(·|x)
+    (1)   ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x), y_i ~ π(·|x)
     (2)   R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
 
     python rloo.py                                                          # the demo: offline, under a minute
@@ -247,7 +247,7 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
     with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {columns})"):
         if not all(isinstance(message[key], str) for message in messages for key in ("role", "content")):
             raise TypeError("role and content must be strings")
-        keys = {*re.findall(r"\b(role|content|from|value)[\\\"']*\s*[:=]", text)} if isinstance(text, str) else {*()}
+        keys = {*re.findall(r"\b(role|content|from|value)[\\\"']*\s*[:=]", text)} if isinstance(text, str) else set()
         if {"role", "content"} <= keys and re.match(r"[\s\ufeff\"]*\w*[\[({]", text) or (
                 {"from", "value"} <= keys and re.match(r"[\s\ufeff\"]*\[", text)):
             raise TypeError("these are messages written as a string")
@@ -338,7 +338,7 @@ def init_processes() -> str:
     """Joins the process group under torchrun. Returns this process's device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if "RANK" in os.environ and not dist.is_initialized():
-        with refusing("RANK is set, as torchrun does, but this is not a run of torchrun"):
+        with refusing("RANK is set, as by torchrun, but the processes cannot be joined"):
             if device == "cuda":
                 torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
             dist.init_process_group()  # NCCL for GPU tensors, gloo for CPU tensors
@@ -409,6 +409,15 @@ def load_tokenizer(folder: str):
         longest = context_length(AutoConfig.from_pretrained(base, trust_remote_code=False))
         own = [*Path(folder).glob("tokenizer*.json")]
         return AutoTokenizer.from_pretrained(folder if own else base, trust_remote_code=False), longest
+
+
+def compare_tokenizers(tokenizer, folders: dict[str, str]):
+    """Refuses a reference, or the base of one, that comes with another tokenizer than the policy."""
+    other = folders["ref_model"]
+    places = {other, adapter_base(other) or other} - {folders["model"]}
+    own = [file for place in places for file in Path(place).glob("tokenizer*.json")]
+    refuse(own and tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer),
+           f"{other} has another tokenizer than the policy: name another --ref_model")
 
 
 def from_checkpoint(kind, folder: str):
@@ -728,7 +737,7 @@ def resolve_args(args):
             refuse(value == "" or isinstance(value, bool) and hint is not bool, "leave it out", ValueError)
             most = 1e13 if isinstance(value, int) else 1e18
             wrong = isinstance(value, (int, float)) and not (0 <= value < most and (value or name in may_be_0))
-            refuse(wrong and hint is not bool, "it must be a number above 0", ValueError)
+            refuse(wrong and hint is not bool, f"it must be a number above 0 and below {most:g}", ValueError)
     refuse_unused(args, {
         "lora_alpha": ("--lora_r", args.lora_r), "lora_target": ("--lora_r", args.lora_r),
         "ref_model": ("a reference", args.ref != "none"), "sync_mix": ("--sync_reference", args.sync_reference),
@@ -1083,7 +1092,8 @@ def check(args: Args):
            "--lora_dropout changes the ratio: leave it out, or leave out --updates_per_rollout")
     refuse(not args.beta and args.ref_model != args.model, "--beta 0 has no reference: leave out --ref_model")
     low, high = args.reward_clip or (0, 1)
-    refuse(not -1e30 < low < high < 1e30, "--reward_clip: lowest, then highest")
+    wrong = not low < high or any(1e30 < abs(x) < math.inf for x in (low, high))  # float32 cannot hold them
+    refuse(wrong, "--reward_clip: lowest, then highest")
     refuse(args.top_p > 1 or args.clip_eps >= 1, "--top_p: at most 1; --clip_eps: below 1")
     refuse(args.max_new_tokens >= args.max_length, "--max_new_tokens leaves no room for a prompt in --max_length")
 
@@ -1098,11 +1108,7 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
     functions = load_rewards(rewards, folders, device, args)
     judges = functions + ([("--score", load_function(args.score), 0.0)] if args.score else [])  # for held-out answers
     tokenizer, longest = load_tokenizer(folders["model"])
-    other = folders["ref_model"]
-    places = {other, adapter_base(other) or other} - {folders["model"]}
-    own = [file for place in places for file in Path(place).glob("tokenizer*.json")]
-    refuse(own and tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer),
-           f"{other} has another tokenizer than the policy: name another --ref_model")
+    compare_tokenizers(tokenizer, folders)
     max_length = min(args.max_length, longest) - args.max_new_tokens  # of a prompt
     train, held = (load_rows(file, tokenizer, max_length, args) if file else [] for file in (args.data, args.eval_data))
     if not args.eval_data:
