@@ -46,6 +46,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Callable, Literal, NamedTuple, get_type_hints
 
@@ -211,7 +212,10 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
             rows = datasets.load_dataset(name, *rest, split=split)
         elif kind == "parquet":
             import pyarrow.parquet  # not datasets, whose cache may be stale and which changes values
-            for batch in pyarrow.parquet.ParquetFile(source).iter_batches(64):
+            file = pyarrow.parquet.ParquetFile(source)
+            unpacked = sum(file.metadata.row_group(n).total_byte_size for n in range(file.num_row_groups))
+            refuse(unpacked > most, "it unpacks to much more than its size", ValueError)
+            for batch in file.iter_batches(64):
                 most -= batch.nbytes + 100 * batch.num_rows
                 refuse(most < 0, "it unpacks to much more than its size", ValueError)
                 rows += batch.to_pylist()
@@ -294,9 +298,12 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
             mixed = len({isinstance(text, str) for text in (prompt, *answers)}) > 1
             refuse(mixed, f"{where}: prompt and answers must all be strings, or all be lists of messages")
             refuse(asks, f"{where}: an answer begins with a message of role {' '.join(asks)}")
-            if isinstance(prompt, str) and answers and all(y.strip().startswith(prompt.strip()) for y in answers):
-                refuse(len(prompt) > 20, "the answers begin with the prompt", Skip)
-                notes.setdefault("whose answers begin with their short prompt", []).append(where)
+            asked = (prompt if isinstance(prompt, str) else prompt[-1]["content"]).strip()
+            told = [y if isinstance(y, str) else y[0]["content"] for y in answers if y and asked]
+            repeats = [y.strip().startswith(asked) for y in told]
+            refuse(repeats and all(repeats) and len(asked) > 20, "the answers begin with the prompt", Skip)
+            if any(repeats):
+                notes.setdefault("with an answer that begins with the prompt", []).append(where)
             front, ids = tokenize(tokenizer, prompt, answers, args, where)
             over = len(front) + max(map(len, ids)) - max_length
             if over > 0:
@@ -865,16 +872,20 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
                "torch.save writes no such archive", ValueError)
         refuse(archive.testzip(), "its checksum does not match", ValueError)  # torch.load checks none
         (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
-        for opcode, name, _ in pickletools.genops(pickled):  # bytearray(10 ** 10) would pass weights_only
-            allowed = r"collections OrderedDict|torch._utils _rebuild_tensor_v2|torch \w+Storage"
-            refuse("GLOBAL" in opcode.name and not re.fullmatch(allowed, str(name)), f"it holds {name}", ValueError)
+        allowed = r"collections OrderedDict|torch._utils _rebuild_tensor_v2|torch \w+Storage"
+        opcodes = [(opcode.name, value) for opcode, value, _ in pickletools.genops(pickled)]
+        tuples = {value for (before, _), (name, value) in pairwise(opcodes) if "TUPLE" in before and "PUT" in name}
+        reused = sum("GET" in name and value in tuples for name, value in opcodes)
+        refuse(reused > 30, "it nests tuples", ValueError)  # as a key of a dict, they would be hashed for ever
+        for name, value in opcodes:  # bytearray(10 ** 10) would pass weights_only
+            refuse("GLOBAL" in name and not re.fullmatch(allowed, str(value)), f"it holds {value}", ValueError)
         state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)  # processes share its memory
         refuse(type(state["step"]) is not int or state["step"] < 0, "its step is invalid", ValueError)
         refuse(state["step"] and not state["sizes"][METRICS], "its sizes are invalid", ValueError)
         state["pending"] = json.loads(state["pending"])
-        line = state["pending"][0] if state["pending"] else {"step": state["step"]}
+        line, lines = state["pending"] or ({"step": state["step"]}, [])
         wrong = line["step"] != state["step"] or any(type(value) not in (int, float) for value in line.values())
-        refuse(wrong, "its pending line is invalid", ValueError)
+        refuse(wrong or type(lines) is not list, "its pending line is invalid", ValueError)
         for name, mine in identity.items():
             theirs = state["identity"].get(name)
             difference = f"{name} {reprlib.repr(theirs)} and not {reprlib.repr(mine)}"
@@ -936,9 +947,15 @@ class Log:
         self.history.append(values)
         if processes()[0]:
             return
-        for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
-            with open(self.out / name, "a") as file:
-                file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+        sizes = {name: (self.out / name).stat().st_size for name in (METRICS, SAMPLES)}
+        try:
+            for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
+                with open(self.out / name, "a") as file:
+                    file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
+        except OSError:  # a full disk: a step is in both files or in none
+            for name, size in sizes.items():
+                os.truncate(self.out / name, size)
+            raise
         for name in values if self.board else ():
             self.board.add_scalar(name, values[name], values["step"])
 

@@ -271,6 +271,8 @@ def test_answers_that_leave_no_room_for_a_prompt_are_dropped_even_with_truncate(
     (dict(prompt="Here is once more the tea ", chosen="Here is once more the tea, warm.",
           rejected="Here is once more the tea, cold."),
      "begin with the prompt"),
+    (dict(prompt=said("Where is the tea today?", "user"), chosen=said("Where is the tea today? Here."),
+          rejected=said("Where is the tea today? There.")), "begin with the prompt"),
     (dict(chosen="x", rejected="y"), "no column prompt"), (dict(chosen="x", rejected="xy"), "no column prompt"),
 ])
 @pytest.mark.parametrize("script", [dpo, kto])
@@ -285,9 +287,15 @@ def test_rows_that_teach_nothing_are_dropped_and_counted_with_the_first_place(lo
         load([bad], script=script)
 
 
-def test_answers_that_begin_with_a_short_prompt_are_kept_and_counted(load, capsys):
-    assert len(load([TEXT, dict(prompt="Hello", chosen="Hello! How are you?", rejected="Hello you")])) == 2
-    assert "1 whose answers begin with their short prompt" in capsys.readouterr().out
+@pytest.mark.parametrize("row", [
+    dict(prompt="Hello", chosen="Hello! How are you?", rejected="Hello you"),
+    dict(prompt="Hello\n", chosen=" Hello! How are you?", rejected="\nHello you"),
+    dict(prompt="Where is the warm tea today? ", chosen="Here.", rejected="Where is the warm tea today? There."),
+    dict(prompt=said("Where is the warm tea?", "user"), chosen=said("Here."), rejected=said("Where is the warm tea?")),
+])
+def test_answers_that_begin_with_a_short_prompt_and_a_single_one_are_kept_and_counted(load, capsys, row):
+    assert len(load([CHATS[0] if isinstance(row["prompt"], list) else TEXT, row])) == 2
+    assert "1 with an answer that begins with the prompt (first: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("yes, no", [

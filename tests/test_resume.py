@@ -1,4 +1,5 @@
 """Runs that end early: the same command goes on, and ends with the same bits as a run that was never interrupted."""
+import functools
 import multiprocessing
 import os
 import pickle
@@ -294,6 +295,21 @@ def test_a_reward_that_raises_saves_the_steps_before_it_and_the_same_command_goe
     same_as_whole("rloo", tmp_path / "out")
 
 
+def test_a_disk_that_is_full_between_the_two_log_files_leaves_the_step_in_none(
+        flags_of, same_as_whole, tmp_path, monkeypatch):
+    class FullDisk:
+        def __str__(self):
+            raise OSError(28, "No space left on device")
+
+    def write(self, values, lines, original=rloo.Log.write):
+        original(self, values, [FullDisk()] if values["step"] == 2 else lines)
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(rloo.Log, "write", write)
+        start("rloo", flags_of("rloo", tmp_path / "out"))
+    assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) == 2  # steps 0 and 1
+    same_as_whole("rloo", tmp_path / "out")
+
+
 @pytest.mark.slow
 def test_a_kill_between_the_model_and_the_last_checkpoint_is_harmless(flags_of, same_as_whole, tmp_path, monkeypatch):
     def save_checkpoint(out, step, identity, original=dpo.save_checkpoint, **objects):
@@ -453,6 +469,7 @@ def compress(path):
 
 
 DAMAGES = {
+    "nested tuples": change(more=functools.reduce(lambda t, _: (t, t), range(40), ())),
     "a compressed archive": compress, "memory for the asking": change(epochs=bytearray(99)),
     "empty": cut(0), "truncated": cut(0.5), "almost whole": cut(0.999), "a bit flipped in a tensor": flip_bit,
     "a bare pickle bomb": lambda path: path.write_bytes(pickle.dumps(Bomb(path.parent / "boom"))),
@@ -468,9 +485,10 @@ DAMAGES = {
     "an optimizer tensor of another shape": change_tensor("optimizer"),
 }
 DAMAGES |= {f"pending {pending}": change(pending=pending) for pending in (
-    5, "x", "5", "[{}]", '[{"step": "2"}]', '[{"step": 1}]', '[{"step": 2, "loss": []}]', "[[]]")}
-QUICK = {"pending 5", "a compressed archive", "memory for the asking", "truncated", "a bit flipped in a tensor",
-         "a pickle bomb", "a string for a step", "a policy tensor of another shape"}
+    5, "x", "5", '[{}, []]', '[{"step": "2"}, []]', '[{"step": 1}, []]', '[{"step": 2, "loss": []}, []]', "[[], []]",
+    '[{"step": 2}]', '[{"step": 2}, 5]', '[{"step": 2}, [], []]')}
+QUICK = {"pending 5", 'pending [{"step": 2}]', "nested tuples", "a compressed archive", "memory for the asking",
+         "truncated", "a bit flipped in a tensor", "a pickle bomb", "a string for a step", "a policy tensor of another shape"}
 
 
 def test_fewer_steps_than_a_run_has_made_are_refused(flags_of, copied):
