@@ -24,7 +24,8 @@ from models import GPT2, build, make
 from test_logprobs import GROUPS, P, Q, forward_sizes, slow
 
 import refcache
-from refcache import BadInput, ReferenceCache, checkpoint_digest, share_prompts, tokenizer_digest, write_whole
+from refcache import (
+    BadInput, ReferenceCache, checkpoint_digest, one_line, share_prompts, tokenizer_digest, write_whole)
 
 HEADER = dict(reference="abc", tokenizer="def", dtype="float32")
 
@@ -457,6 +458,10 @@ TABLES = {
     "completion is a string": {b"1234": {"5678": b"\0" * 4}}, "prompt is a tuple": {(1, 2): {b"5678": b"\0" * 4}},
     "half a token": {b"1234": {b"567890": b"\0" * 6}}, "half a prompt token": {b"123456": {b"5678": b"\0" * 4}}}
 RAW_TABLES = {"nested tuples": b"\x80\x04" + NESTED + b".", "nested dicts": b"\x80\x04" + DEEP + b".", "empty": b""}
+
+
+def test_an_error_is_one_short_line_without_escape_codes():
+    assert one_line(ValueError("\x1b[31mred\n\u202e ä\x00" + "x" * 999)) == "ValueError ?[31mred ? ä?" + "x" * 187
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)

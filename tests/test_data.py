@@ -412,6 +412,27 @@ def test_a_file_that_unpacks_to_much_more_than_its_size_is_refused(load, tmp_pat
         load(path)
 
 
+@pytest.mark.parametrize("name, data", [
+    ("rows.json.gz", gzip.compress(b"[" + b"{}," * 12000 + b"{}]")),  # 64 bytes per object
+    ("rows.csv", b"a," * 5000 + b"a\n" + b"x\n" * 5000)], ids=["objects", "header"])  # a dict of 5000 keys per row
+def test_objects_count_towards_the_unpacked_size(load, tmp_path, name, data, monkeypatch):
+    monkeypatch.setattr(dpo, "SMALL", 2**20)
+    data = data.replace(b"a,", b"%d,") % tuple(range(5000)) if name == "rows.csv" else data
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(BadInput, match=f"cannot read .*{name}: .*(much more than its size|shorter than its header)"):
+        load(tmp_path / name)
+
+
+def test_a_parquet_page_that_unpacks_to_much_more_than_its_size_is_not_read(load, tmp_path, monkeypatch):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = importlib.import_module("pyarrow").table({"prompt": ["x" * 2**20] * 32})
+    parquet.write_table(table, tmp_path / "rows.parquet", compression="zstd", use_dictionary=False)
+    monkeypatch.setattr(dpo, "SMALL", 2**20)
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)
+    with pytest.raises(BadInput, match="cannot read .*rows.parquet: .*much more than its size"):
+        load(tmp_path / "rows.parquet")
+
+
 def test_a_name_that_is_no_file_is_refused_at_once_if_no_hub_answers(load, monkeypatch):
     pytest.importorskip("datasets")
     hub = importlib.import_module("huggingface_hub")

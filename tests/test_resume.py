@@ -421,6 +421,14 @@ def test_every_flag_is_part_of_the_identity_but_those_of_files_and_speed(script)
     assert {name for name in vars(args)} - set(module.identify(args, [], {})) == free & set(vars(args))
 
 
+@pytest.mark.parametrize("schedule, save_dtype", [
+    ("constant", "float32"), ("constant", "bfloat16"), ("linear", "float32"), ("cosine", "float32")])
+def test_more_steps_are_the_same_run_only_where_that_changes_no_earlier_step(schedule, save_dtype):
+    args = dpo.Args(model=MODEL, data="rows.jsonl", schedule=schedule, save_dtype=save_dtype)
+    same = (schedule, save_dtype) == ("constant", "float32")  # bfloat16 rounds the weights in the last step
+    assert ("steps" not in dpo.identify(args, [], {})) == same == ("epochs" not in dpo.identify(args, [], {}))
+
+
 # ---- Damaged and hostile files --------------------------------------------------------------------------------------
 
 
@@ -468,7 +476,15 @@ def compress(path):
             new.writestr(name, data)
 
 
+def double_an_entry(path):
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.filelist += [max(archive.filelist, key=lambda entry: entry.file_size)] * 30
+        archive._didModify = True  # the directory is written again
+
+
 DAMAGES = {
+    "something before the archive": lambda path: path.write_bytes(b"x" * 64 + path.read_bytes()),
+    "an entry that stands 31 times": double_an_entry,
     "nested tuples": change(more=functools.reduce(lambda t, _: (t, t), range(40), ())),
     "a compressed archive": compress, "memory for the asking": change(epochs=bytearray(99)),
     "empty": cut(0), "truncated": cut(0.5), "almost whole": cut(0.999), "a bit flipped in a tensor": flip_bit,

@@ -543,6 +543,13 @@ def test_mask_truncated_with_a_model_that_never_ends_is_refused(args, tmp_path):
         main(replace(args, model=str(tmp_path / "endless"), mask_truncated=True))
 
 
+def test_a_run_whose_samples_are_all_masked_says_that_it_learnt_nothing(args, capsys):
+    """One token per sample: none ends, and rewards differ, but no sample has a gradient."""
+    history = main(replace(args, max_new_tokens=1, mask_truncated=True, steps=1))
+    assert history[-1]["grad_norm"] == 0 and history[-1]["frac_reward_zero_std"] < 1
+    assert "there was nothing to learn" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_script_runs_alone_with_refcache_and_exits_with_2_on_bad_input(tmp_path, args):
     for name in ("rloo.py", "refcache.py"):
