@@ -631,7 +631,8 @@ def test_files_of_somebody_else_in_the_output_folder_are_refused_and_stay(argume
 
 
 def test_values_that_are_no_json_are_written_as_text(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).touch()
     log = dpo.Log(tmp_path, False)
     log.write({"step": 0}, [{"prompt": [{"role": "user", "content": "x", "time": datetime(2024, 1, 1)}]}])
     assert "2024-01-01 00:00:00" in (tmp_path / "samples.jsonl").read_text()
