@@ -130,10 +130,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from filelock import FileLock  # noqa: E402  comes with torch
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -340,22 +338,22 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
 
 # ---- Pairs: the same in dpo.py and kto.py ---------------------------------------------------------------------------
 
-def parse_pair(row: dict, where: str):
-    """A row of the file -> its prompt and two answers, as strings or as lists of messages."""
-    chosen, rejected = (text_of(row, name, where) for name in ("chosen", "rejected"))
-    refuse(chosen == rejected, "chosen equals rejected", Skip)
-    if "prompt" in row:
+def parse_row(row: dict, where: str, names=("chosen", "rejected")):
+    """A row of the file -> its prompt and the answers in these columns, as strings or as lists of messages."""
+    answers = [text_of(row, name, where) for name in names]
+    refuse(answers[1:] == answers[:1], "chosen equals rejected", Skip)
+    if "prompt" in row or len(names) == 1:
         prompt = text_of(row, "prompt", where)
-        if isinstance(prompt, str) and isinstance(chosen, list):
+        if isinstance(prompt, str) and isinstance(answers[0], list):
             prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, list) and chosen[:len(prompt)] == rejected[:len(prompt)] == prompt:  # whole conversations
-            chosen, rejected = chosen[len(prompt):], rejected[len(prompt):]
-        return prompt, [chosen, rejected]
-    end = common_prefix([chosen, rejected])
-    end -= isinstance(chosen, str) and chosen[:end].endswith(" ")  # the space belongs to the answers' first tokens
-    refuse(not 0 < end < min(len(chosen), len(rejected)),
+        if isinstance(prompt, list) and all(y[:len(prompt)] == prompt for y in answers):  # whole conversations
+            answers = [y[len(prompt):] for y in answers]
+        return prompt, answers
+    end = common_prefix(answers)
+    end -= isinstance(answers[0], str) and answers[0][:end].endswith(" ")  # the space belongs to the answers' tokens
+    refuse(not 0 < end < min(map(len, answers)),
            "no column prompt, and chosen and rejected have no common prefix, or nothing after it", Skip)
-    return chosen[:end], [chosen[end:], rejected[end:]]
+    return answers[0][:end], [y[end:] for y in answers]
 
 
 # ---- Rows -----------------------------------------------------------------------------------------------------------
@@ -368,25 +366,19 @@ class Row(NamedTuple):
     row: dict  # as read from the file
 
 
-def parse_row(row: dict, where: str):
-    """A row of the file -> its prompt and its answers, one or two, as strings or as lists of messages."""
+def parse_feedback(row: dict, where: str):
+    """A pair has two answers, any other row has one and a label."""
     if "chosen" in row and "rejected" in row:
-        return parse_pair(row, where)
+        return parse_row(row, where)
     if str(row.get("label")).lower() not in LABELS:
         raise BadInput(f"{where}: label must be true or false, 1 or 0, not {str(row.get('label'))[:50]!r} "
                        f"(columns: {str([*row])[:200]})")
-    name = "completion" if "completion" in row else "output"
-    prompt, answer = text_of(row, "prompt", where), text_of(row, name, where)
-    if isinstance(prompt, str) and isinstance(answer, list):
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list) and answer[:len(prompt)] == prompt:  # a whole conversation
-        answer = answer[len(prompt):]
-    return prompt, [answer]
+    return parse_row(row, where, ["completion" if "completion" in row else "output"])
 
 
 def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
     rows = []
-    for prompt, answers, row in encode(tokenizer, source, parse_row, max_length, args):
+    for prompt, answers, row in encode(tokenizer, source, parse_feedback, max_length, args):
         labels = [True, False] if len(answers) == 2 else [LABELS[str(row["label"]).lower()]]
         rows += [Row(prompt, y, label, (), row) for y, label in zip(answers, labels)]
     return rows
@@ -581,10 +573,9 @@ def load_model(folder: str, device: str, args, trains: bool = False):
                     if hasattr(module, "reset_lora_parameters"):
                         module.reset_lora_parameters("default", True)
     if dist.is_initialized():  # before float(): until then the weights are memory-mapped
-        rank, ranks = processes()
-        shape, names = ((ranks,), ("parts",)) if args.parallel == "fsdp" else ((ranks, 1), ("copies", "parts"))
-        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-        shard(model, mesh, args.dtype)
+        n, whole = processes()[1], args.parallel == "ddp"
+        shape, names = ((n, 1), ("copies", "parts")) if whole else ((n,), ("parts",))
+        shard(model, dist.init_device_mesh(device, shape, mesh_dim_names=names), args.dtype)
     model = model.float().eval().to(device)
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
@@ -618,10 +609,7 @@ def save_model(model, tokenizer, out: Path, args):
         return
     for folder in (out / ".model", out / "model"):
         shutil.rmtree(folder, ignore_errors=True)  # left by this run, killed just before its end
-    try:
-        model.save_pretrained(out / ".model", state_dict=state)
-    except SafetensorError as error:  # safetensors' error on a full disk
-        raise OSError(f"cannot write {out / 'model'}: {one_line(error)}") from error
+    model.save_pretrained(out / ".model", state_dict=state)
     tokenizer.save_pretrained(out / ".model")
     for path in (out / ".model").iterdir():
         with open(path, "rb") as file:
@@ -784,9 +772,8 @@ def lock_folder(out: Path, inputs: list):
         new = processes()[0] == 0 and not (out / ".lock").exists() and not (out / "checkpoint.pt").exists()
         names = "checkpoint.pt", ".checkpoint.pt.partial", METRICS, SAMPLES, "args.json", ".model"
         for path in (out / name for name in names):
-            wrong = path.is_symlink() or path.exists() and path.is_file() == (path.name == ".model")
-            refuse(wrong, f"{path} is not a file of a run: name another --out")
-            refuse(new and path.exists(), f"{path} is there already, but not from a run: name another --out")
+            wrong = path.is_symlink() or path.exists() and (new or path.is_file() == (path.name == ".model"))
+            refuse(wrong, f"{path} is there already, but not from a run: name another --out")
         return FileLock(out / ".lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
 
 
@@ -977,7 +964,7 @@ def command_line(args):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
         elif isinstance(error, dist.DistError) or "gloo/transport" in sentence:
             sentence = "another process has died: the same command resumes from the last checkpoint"
-        elif not isinstance(error, (BadInput, Stopped, OSError, KeyboardInterrupt)):
+        elif not isinstance(error, (BadInput, Stopped, OSError, SafetensorError, KeyboardInterrupt)):  # a full disk
             raise
         print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit({BadInput: 2, KeyboardInterrupt: 130}.get(type(error), 1))
@@ -999,12 +986,6 @@ def measure_all(policy, rows: list[Row], known, args: Args) -> Batch:
     micros = micro_batches(policy, groups(rows), args.tokens_per_forward, *processes())
     parts = [(micro, measure(policy, [rows[i] for i in micro or [0]], known, args)) for micro in micros]
     return all_rows(parts, len(rows))
-
-
-def share_of(policy, groups: list, args) -> list:
-    """The groups of this process's micro-batches."""
-    micros = micro_batches(policy, groups, args.tokens_per_forward, *processes())
-    return [groups[i] for micro in micros for i in micro or [0]]
 
 
 # ---- Training -------------------------------------------------------------------------------------------------------
@@ -1109,7 +1090,7 @@ def main(args: Args) -> list[dict]:
         # the reference first: its model is freed before the policy is loaded, so memory never holds both
         if args.ref == "cache":
             reference = fill_cache(folders["ref_model"], tokenizer, all_groups(train + held), device, args)
-        set_seed(args.seed % 2**32)  # for a new adapter and the first answers
+        set_seed(step_seed(args.seed, 0))  # for a new adapter
         policy = load_model(folders["model"], device, args, trains=True)
         if args.ref == "live":
             reference = nullcontext(load_model(folders["ref_model"], device, args))
@@ -1121,40 +1102,38 @@ def main(args: Args) -> list[dict]:
         changing = dict(policy=policy, optimizer=optimizer)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference or args.humanline else {}
         restore(out, state, **changing)
-        done, saved, pending = state["step"], state["step"], []
-        scheduler = LambdaLR(optimizer, lambda past: lr_factor(past + 1, max(1, steps), args.warmup, args.schedule),
-                             last_epoch=done - 1)
+        done, saved, pending = state["step"], state["step"], state.get("pending", [{"step": 0}, []])
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda past: lr_factor(past + 1, max(1, steps), args.warmup, args.schedule), last_epoch=done - 1)
         # to save memory, keep only the log-probs that this process needs; beyond 4 epochs these are nearly all
         if args.ref == "cache" and processes()[1] > 1 and steps * batch_size < 4 * len(train):
             batches = [held, *(batch_rows(step, train, batch_size, args.seed) for step in range(done + 1, steps + 1))]
-            reference.keep([group for rows in batches for part in (groups(rows), other_groups(rows))
-                            for group in share_of(policy, part, args)])
+            parts = [part for rows in batches for part in (groups(rows), other_groups(rows))]
+            reference.keep_share(policy, parts, args.tokens_per_forward)
         log = Log(out, args.tensorboard)
-        if done == 0:
-            answers, scored = answer(policy, tokenizer, held, score, 0, args)
-            log.write({"step": 0, **evaluate(policy, held, reference, args), **scored}, answers)
-        if steps == 0:
-            print("--steps 0: nothing is trained; a filled cache can serve other runs")
-            return log.history
+
         def finish_step(values: dict, answers: list[dict]):
             """Evaluates the policy if that is due, and writes the log line of a step whose update is done."""
             step, last = values["step"], values["step"] == steps
             set_seed(step_seed(args.seed, step))
-            if last and args.save_dtype != "float32":
-                tqdm.write(f"before rounding to {args.save_dtype}: {evaluate(policy, held, reference, args)}")
-            if last:
+            if last and args.save_dtype == "bfloat16":
+                tqdm.write(f"before rounding to bfloat16: {evaluate(policy, held, reference, args)}")
                 for p in trained:  # what is evaluated is what is saved
-                    p.data.copy_(p.data.to(getattr(torch, args.save_dtype)))
+                    p.data.copy_(p.data.bfloat16())
+            if last or step == 0:
                 answers, scored = answer(policy, tokenizer, held, score, step, args)
                 values |= scored
-            if last or step % (args.eval_every or steps) == 0:
+            if held and (last or step % (args.eval_every or steps) == 0):
                 values |= evaluate(policy, held, reference, args)
                 held_out = [f"{name} {value:.3f}" for name, value in values.items() if name.startswith("eval_")]
                 tqdm.write(f"step {step}: {', '.join(held_out)}")
             log.write(values, answers)
 
-        if state.get("pending"):  # the update of this step is saved, its evaluation failed
-            finish_step(*state["pending"])
+        if pending:  # the first evaluation, or one that failed after its step's update was saved
+            finish_step(*pending)
+        if steps == 0:
+            print("--steps 0: nothing is trained; a filled cache can serve other runs")
+            return log.history
         tokens, known = log.history[-1].get("num_tokens", 0), None
         window = 1 if args.humanline or args.ref in ("cache", "none") else args.sync_reference or 16  # steps per swap
         bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)
@@ -1190,18 +1169,16 @@ def main(args: Args) -> list[dict]:
                 speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
                 bar.set_postfix({"loss": values["loss"], "accuracy": values["rewards/accuracies"], "tok/s": int(speed)})
                 stopping = any(all_gather(bool(signals)))
-                if step % args.save_every == 0 or step == steps or stopping:
+                if step % args.save_every == 0 or step == steps:
                     save_checkpoint(out, step, identity, **changing)
                     saved = step
-                if stopping and step < steps:
-                    raise Stopped(f"{signals[0] if signals else 'a signal to another process'}: step {step} is saved, "
-                                  "run the same command to resume")
+                refuse(stopping and step < steps, (signals or ["a signal to another process"])[0], Stopped)
         except Exception as error:
             all_here = not dist.is_initialized() or isinstance(error, Stopped)  # saving needs all processes
             if done and done > saved and all_here:
                 save_checkpoint(out, done, identity, pending, **changing)
                 saved = done
-            if saved and "is saved" not in str(error):
+            if saved:
                 error.add_note(f"step {saved} is saved: run the same command to resume")
             raise
         save_model(policy, tokenizer, out, args)

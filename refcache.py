@@ -17,7 +17,7 @@ import pickletools
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -280,10 +280,8 @@ def check_agreement(ratios: torch.Tensor, dtype: str):
 def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=1) -> list[list[int]]:
     """Indices of groups in forwards of at most tokens_per_forward tokens, longest first. A longer group goes alone.
     Returns this process's share. All get the same number of forwards; one without work is an empty list."""
-    if shares_prompts(model):
-        lengths, rows = [len(p) + sum(map(len, ys)) for p, ys in groups], None
-    else:
-        lengths, rows = [len(p) + max(map(len, ys)) for p, ys in groups], [len(ys) for _, ys in groups]
+    total, rows = (sum, None) if shares_prompts(model) else (max, [len(ys) for _, ys in groups])
+    lengths = [len(prompt) + total(map(len, ys)) for prompt, ys in groups]
     return share_out(partial(pack, lengths, rows=rows), tokens_per_forward, rank, ranks)
 
 
@@ -487,12 +485,14 @@ class ReferenceCache(Mapping):
         if path and processes()[0] == 0:
             self.save(path)
 
-    def keep(self, groups: Groups):
-        """Removes what is not in `groups`."""
-        wanted: dict = {}
-        for prompt, completions in groups:
-            wanted.setdefault(bytes_of(prompt), set()).update(map(bytes_of, completions))
-        self.table = {x: {y: self.table[x][y] for y in completions} for x, completions in wanted.items()}
+    def keep_share(self, model, batches: Iterable[Groups], tokens_per_forward: int):
+        """Removes what this process will not look up for its share of the micro-batches of these batches."""
+        whole, self.table = self.table, {}
+        for groups in batches:
+            for micro in micro_batches(model, groups, tokens_per_forward, *processes()):
+                for prompt, completions in (groups[i] for i in micro or [0]):
+                    x = bytes_of(prompt)
+                    self.table.setdefault(x, {}).update({y: whole[x][y] for y in map(bytes_of, completions)})
 
     def missing(self, groups: Groups, tokens_per_forward: int) -> Groups:
         """What is not scored yet: the completions of a prompt together, in parts of at most tokens_per_forward tokens.

@@ -137,10 +137,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from filelock import FileLock  # noqa: E402  comes with torch
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
 from tqdm import tqdm  # noqa: E402
@@ -474,10 +472,9 @@ def load_model(folder: str, device: str, args, trains: bool = False):
                     if hasattr(module, "reset_lora_parameters"):
                         module.reset_lora_parameters("default", True)
     if dist.is_initialized():  # before float(): until then the weights are memory-mapped
-        rank, ranks = processes()
-        shape, names = ((ranks,), ("parts",)) if args.parallel == "fsdp" else ((ranks, 1), ("copies", "parts"))
-        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-        shard(model, mesh, args.dtype)
+        n, whole = processes()[1], args.parallel == "ddp"
+        shape, names = ((n, 1), ("copies", "parts")) if whole else ((n,), ("parts",))
+        shard(model, dist.init_device_mesh(device, shape, mesh_dim_names=names), args.dtype)
     model = model.float().eval().to(device)
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
@@ -511,10 +508,7 @@ def save_model(model, tokenizer, out: Path, args):
         return
     for folder in (out / ".model", out / "model"):
         shutil.rmtree(folder, ignore_errors=True)  # left by this run, killed just before its end
-    try:
-        model.save_pretrained(out / ".model", state_dict=state)
-    except SafetensorError as error:  # safetensors' error on a full disk
-        raise OSError(f"cannot write {out / 'model'}: {one_line(error)}") from error
+    model.save_pretrained(out / ".model", state_dict=state)
     tokenizer.save_pretrained(out / ".model")
     for path in (out / ".model").iterdir():
         with open(path, "rb") as file:
@@ -674,18 +668,16 @@ def load_rewards(rewards: tuple, folders: dict, device: str, args: Args) -> list
     rewards = (rewards,) if callable(rewards) else rewards
     wrong = not isinstance(rewards, (tuple, list)) or not all(map(callable, rewards))
     refuse(wrong, "main(args, rewards) takes functions: names of files belong into args.reward")
-    functions = [*rewards, *map(load_function, args.reward)]
-    names = [getattr(reward, "__name__", type(reward).__name__) for reward in rewards]
-    names += [Path(spec).name.split(":")[-1] for spec in args.reward]
+    named = [(getattr(reward, "__name__", type(reward).__name__), reward) for reward in rewards]
+    named += [(Path(spec).name.split(":")[-1], load_function(spec)) for spec in args.reward]
     if args.reward_model:
-        functions.append(RewardModel(folders["reward_model"], device, args))
-        names.append(Path(args.reward_model).name)
-    weights = args.reward_weights or [1.0] * len(names)
+        named.append((Path(args.reward_model).name, RewardModel(folders["reward_model"], device, args)))
+    names, weights = [name for name, _ in named], args.reward_weights or [1.0] * len(named)
     refuse(not names, "there is no reward: give --reward FILE.py:FUNCTION or --reward_model")
     refuse(len({*names}) < len(names), f"two rewards share a name ({', '.join(names)}): rename a function")
     wrong = len(weights) != len(names) or not any(weights) or math.isnan(sum(weights))
     refuse(wrong, f"--reward_weights must be {len(names)} numbers, not all of them 0")
-    return list(zip(names, functions, weights))
+    return [(name, function, weight) for (name, function), weight in zip(named, weights)]
 
 
 def call_reward(function: Callable, name: str, texts: list[str], ids: list[tuple], rows: list[dict]) -> list[float]:
@@ -820,9 +812,8 @@ def lock_folder(out: Path, inputs: list):
         new = processes()[0] == 0 and not (out / ".lock").exists() and not (out / "checkpoint.pt").exists()
         names = "checkpoint.pt", ".checkpoint.pt.partial", METRICS, SAMPLES, "args.json", ".model"
         for path in (out / name for name in names):
-            wrong = path.is_symlink() or path.exists() and path.is_file() == (path.name == ".model")
-            refuse(wrong, f"{path} is not a file of a run: name another --out")
-            refuse(new and path.exists(), f"{path} is there already, but not from a run: name another --out")
+            wrong = path.is_symlink() or path.exists() and (new or path.is_file() == (path.name == ".model"))
+            refuse(wrong, f"{path} is there already, but not from a run: name another --out")
         return FileLock(out / ".lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
 
 
@@ -1013,7 +1004,7 @@ def command_line(args):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
         elif isinstance(error, dist.DistError) or "gloo/transport" in sentence:
             sentence = "another process has died: the same command resumes from the last checkpoint"
-        elif not isinstance(error, (BadInput, Stopped, OSError, KeyboardInterrupt)):
+        elif not isinstance(error, (BadInput, Stopped, OSError, SafetensorError, KeyboardInterrupt)):  # a full disk
             raise
         print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit({BadInput: 2, KeyboardInterrupt: 130}.get(type(error), 1))
@@ -1153,7 +1144,7 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
         if processes()[0] == 0:
             (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
 
-        set_seed(args.seed % 2**32)  # for a new adapter
+        set_seed(step_seed(args.seed, 0))  # for a new adapter
         policy = load_model(folders["model"], device, args, trains=True)
         reference = None
         if args.beta and args.ref == "live":
@@ -1170,26 +1161,21 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
         changing = dict(policy=policy, optimizer=optimizer)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference else {}
         restore(out, state, **changing)
-        done, saved, pending = state["step"], state["step"], []
-        scheduler = LambdaLR(optimizer, lambda past: lr_factor(past + 1, max(1, steps), args.warmup, args.schedule),
-                             last_epoch=done - 1)
+        done, saved, pending = state["step"], state["step"], state.get("pending", [{"step": 0}, []])
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda past: lr_factor(past + 1, max(1, steps), args.warmup, args.schedule), last_epoch=done - 1)
         log = Log(out, args.tensorboard)
-        if done == 0:
-            answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
-            log.write({"step": 0, **scored}, [{"step": 0, "held_out": True, **line} for line in answers])
-        if steps == 0:
-            return log.history
+
         def finish_step(values: dict, lines: list[dict]):
             """Evaluates the policy if that is due, and writes the log line of a step whose update is done."""
             step, last = values["step"], values["step"] == steps
             set_seed(step_seed(args.seed, step))
-            if last and args.save_dtype != "float32":
+            if last and args.save_dtype == "bfloat16":
                 _, scored = evaluate(policy, tokenizer, held, reference, judges, args)
-                tqdm.write(f"before rounding to {args.save_dtype}: {scored}")
-            if last:
+                tqdm.write(f"before rounding to bfloat16: {scored}")
                 for p in trained:  # what is evaluated is what is saved
-                    p.data.copy_(p.data.to(getattr(torch, args.save_dtype)))
-            if last or step % (args.eval_every or steps) == 0:
+                    p.data.copy_(p.data.bfloat16())
+            if held and (last or step % (args.eval_every or steps) == 0):
                 answers, scored = evaluate(policy, tokenizer, held, reference, judges, args)
                 values |= scored
                 lines = [{"step": step, "held_out": True, **line} for line in answers] + lines
@@ -1197,8 +1183,10 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
                 tqdm.write(f"step {step}: {', '.join(held_out)}")
             log.write(values, lines)
 
-        if state.get("pending"):  # the update of this step is saved, its evaluation failed
-            finish_step(*state["pending"])
+        if pending:  # the first evaluation, or one that failed after its step's update was saved
+            finish_step(*pending)
+        if steps == 0:
+            return log.history
         tokens = log.history[-1].get("num_tokens", 0)
         bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)
         try:
@@ -1235,18 +1223,16 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
                 speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
                 bar.set_postfix({"reward": values.get("reward"), "kl": values.get("kl"), "tok/s": int(speed)})
                 stopping = any(all_gather(bool(signals)))
-                if step % args.save_every == 0 or step == steps or stopping:
+                if step % args.save_every == 0 or step == steps:
                     save_checkpoint(out, step, identity, **changing)
                     saved = step
-                if stopping and step < steps:
-                    raise Stopped(f"{signals[0] if signals else 'a signal to another process'}: step {step} is saved, "
-                                  "run the same command to resume")
+                refuse(stopping and step < steps, (signals or ["a signal to another process"])[0], Stopped)
         except Exception as error:
             all_here = not dist.is_initialized() or isinstance(error, Stopped)  # saving needs all processes
             if done and done > saved and all_here:
                 save_checkpoint(out, done, identity, pending, **changing)
                 saved = done
-            if saved and "is saved" not in str(error):
+            if saved:
                 error.add_note(f"step {saved} is saved: run the same command to resume")
             raise
         save_model(policy, tokenizer, out, args)

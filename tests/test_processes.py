@@ -231,10 +231,9 @@ def test_micro_batches_of_processes_are_equally_many_and_full_and_hold_everythin
 
 
 def test_a_process_keeps_only_the_log_probs_it_will_ask_for():
-    cache = ReferenceCache()
-    with torch.no_grad():
-        cache.score(make("llama"), GROUPS)
-    cache.keep([GROUPS[0], (GROUPS[2][0], [(9, 9)])])
+    cache, model = ReferenceCache(), make("llama")
+    cache.score(model, GROUPS)
+    cache.keep_share(model, [GROUPS[:1], [], [(GROUPS[2][0], [(9, 9)])]], 64)
     assert sorted(cache) == sorted([(GROUPS[0][0], (60, 12, 7)), (GROUPS[0][0], (90, 41)), (GROUPS[2][0], (9, 9))])
 
 
@@ -256,7 +255,7 @@ def start_and_stop(name, n, out):
         try:
             module.main(args)
         except module.Stopped as error:
-            return str(error)
+            return error.__notes__[0]
         finally:
             module.Log.write = log
         return "not stopped"
@@ -395,6 +394,6 @@ def test_a_killed_process_ends_the_run_and_the_same_command_goes_on(tmp_path, ra
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_passes_a_signal_on_and_the_step_is_saved_and_said_once(tmp_path, number):
     said, _, seconds = torchrun(tmp_path, "--steps", "500", act=lambda run, children: run.send_signal(number))
-    assert seconds < 60 and len(said) == 1 and "is saved, run the same command to resume" in said[0]
+    assert seconds < 60 and len(said) == 1 and "is saved: run the same command to resume" in said[0]
     lines = dpo.read_lines(tmp_path / "out/metrics.jsonl")
     assert torch.load(tmp_path / "out/checkpoint.pt")["step"] == lines[-1]["step"]

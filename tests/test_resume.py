@@ -184,7 +184,7 @@ def test_every_step_has_its_own_seed(name, flags_of, tmp_path, monkeypatch):
 def test_a_signal_saves_its_step_says_so_and_gives_its_handler_back(flags_of, tmp_path, number):
     handler = signal.getsignal(number)
     error = stop("dpo", flags_of("dpo", tmp_path / "out", ref="none", loss=("simpo",), samples=0), 1, number)
-    assert "step 1 is saved" in str(error) and "\n" not in str(error) and signal.getsignal(number) == handler
+    assert "step 1 is saved" in error.__notes__[0] and "\n" not in str(error) and signal.getsignal(number) == handler
     assert torch.load(tmp_path / "out/checkpoint.pt")["step"] == 1
 
 
