@@ -45,6 +45,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
+from string import ascii_letters
 from typing import Callable, Literal, NamedTuple, get_type_hints
 
 import tyro
@@ -52,8 +53,8 @@ import tyro
 DEMO = {"model": "demo/model", "data": "demo/pairs.jsonl", "eval_data": "demo/pairs_test.jsonl",
         "score": "demo/score.py:success"}
 TODAY = datetime(2026, 1, 1)  # "today" in chat templates, which call strftime_now(): the same rows every day
-PINNED = "".join(f"|replace('%{c}', '{TODAY.strftime('%' + c)}')" for c in "a A b B d -d m -m y Y H M S p".split())
-PINNED = f"{{% macro strftime_now(format) %}}{{{{ format{PINNED} }}}}{{% endmacro %}}"
+PINNED = (f"|replace('%{x}', '{TODAY.strftime('%' + x)}')" for c in ascii_letters for x in (c, f"-{c}"))
+PINNED = f"{{% macro strftime_now(format) %}}{{{{ format{''.join(PINNED)} }}}}{{% endmacro %}}\n"
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 SMALL = 2**28  # bytes that any data file may unpack to
 Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
@@ -124,7 +125,8 @@ class Args:
 if __name__ == "__main__":
     if int(os.environ.get("RANK", 0)):  # under torchrun only rank 0 prints
         sys.stdout = sys.stderr = open(os.devnull, "w")
-    given = ["--" + word[2:].split("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")]
+    given = [word[2:].split("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")]
+    given = ["--" + flag.removeprefix("no_") for flag in given]
     for flag in {flag for flag in given if given.count(flag) > 1}:
         print(f"{Path(__file__).name}: {flag} is given twice: put all values after one {flag}", file=sys.stderr)
         sys.exit(2)
@@ -264,6 +266,8 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
         elif kind == "parquet":
             import pyarrow.parquet  # not datasets, whose cache may be stale and which changes values
             file = pyarrow.parquet.ParquetFile(source)
+            names = file.schema_arrow.names
+            refuse(len({*names}) < len(names), "two columns have one name", ValueError)
             unpacked = sum(file.metadata.row_group(n).total_byte_size for n in range(file.num_row_groups))
             refuse(unpacked > most, "it unpacks to much more than its size", ValueError)
             for batch in file.iter_batches(64):
@@ -284,14 +288,20 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
                 rows = list(reader)
                 refuse(any(None in row for row in rows), "a row has more cells than the header", ValueError)
             elif kind == "json" and text[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
-                rows = json.loads(text)
+                rows = json.loads(text, object_pairs_hook=unique)
             else:
                 for n, line in enumerate(io.BytesIO(text), 1):
                     with refusing(f"cannot read {source} line {n}"):
                         if line.strip():
-                            rows.append((f"{source} line {n}", {} | json.loads(line)))  # {} | x: only an object
+                            rows.append((f"{source} line {n}", {} | json.loads(line, object_pairs_hook=unique)))
                 return rows
-        return [(f"{source} row {n}", {} | row) for n, row in enumerate(rows, 1)]
+        return [(f"{source} row {n}", {} | row) for n, row in enumerate(rows, 1)]  # {} | row: only an object
+
+
+def unique(pairs: list) -> dict:
+    """A JSON object. Python's would keep the last of two values with one name."""
+    refuse(len(dict(pairs)) < len(pairs), "an object has one name twice", ValueError)
+    return dict(pairs)
 
 
 def text_of(row: dict, name: str, where: str) -> str | list[dict]:
@@ -321,13 +331,15 @@ def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[i
             a, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
             front = full[:next((i for i in range(len(full)) if full[i:i + len(a)] == a), 0)]  # BOS, a language code
         else:
-            template = {"chat_template": tokenizer.get_chat_template()} | json.loads(args.chat_template_kwargs)
-            dated = "strftime_now" in template["chat_template"]
-            template |= {"chat_template": PINNED * dated + template["chat_template"], "tokenize": False}
-            texts = [tokenizer.apply_chat_template(prompt, add_generation_prompt=True, **template),
-                     *(tokenizer.apply_chat_template(prompt + answer, **template) for answer in answers)]
+            given = json.loads(args.chat_template_kwargs)
+            template = tokenizer.get_chat_template(given.get("chat_template"))
+            given |= {"chat_template": PINNED * ("strftime_now" in template) + template, "tokenize": False}
+            last = {("continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"): True}
+            texts = [tokenizer.apply_chat_template(prompt, **last, **given),
+                     *(tokenizer.apply_chat_template(prompt + answer, **given) for answer in answers)]
         "".join(texts).encode()  # half of a surrogate pair would crash the tokenizer
-        return front, tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+        ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+        return [] if front == ids[0][:len(front)] else front, ids  # a text may begin with BOS already
 
 
 def common_prefix(sequences: list) -> int:
@@ -606,6 +618,7 @@ def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function. The one place that runs a user's code, because the user asks for it."""
     with refusing(f"cannot load {spec} as FILE.py:FUNCTION"):
         file, name = os.path.expanduser(spec).rsplit(":", 1)
+        refuse(not Path(file).is_file(), f"there is no file {file}", FileNotFoundError)
         sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports, and for multiprocessing
         module = importlib.import_module(Path(file).stem)
         refuse(not Path(module.__file__).samefile(file), f"{module.__file__} has its name: rename one", ImportError)
@@ -651,7 +664,8 @@ def answer(policy, tokenizer, held: list, score: Callable | None, step: int, arg
     core.generation_config = own
     if not score or not rows:
         return samples, {}
-    columns = {name: [row.row.get(name) for row in rows] for name in rows[0].row}
+    names = dict.fromkeys(name for row in rows for name in row.row)
+    columns = {name: [row.row.get(name) for row in rows] for name in names}
     columns["prompts"] = columns.pop("prompt")
     columns["completions"] = [y["completion"] if isinstance(y["prompt"], str) else
                               [{"role": "assistant", "content": y["completion"]}] for y in samples]
@@ -749,7 +763,7 @@ def lock_folder(out: Path, inputs: list):
     """Creates and locks the output folder. Refuses one that another run uses or that holds an input."""
     bases = [adapter_base(path) for path in inputs if path and Path(path).is_dir()]
     for path in filter(None, [*inputs, *bases]):
-        one, two = Path(path).resolve(), out.resolve()
+        one, two = (Path(os.path.realpath(place)) for place in (path, out))
         refuse(one.is_relative_to(two) or two.is_relative_to(one), f"--out {out} holds or lies in {path}, an input")
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
         str(out).encode()  # safetensors takes only UTF-8
@@ -769,10 +783,18 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
     longer = args.schedule == "constant" and args.save_dtype == "float32"  # else the last step rounds the weights
     may_differ = speed | ({"steps", "epochs"} if longer else set())
     flags = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
-    flags |= {name: re.findall(r"[^/'\"]+\.py:\w+", str(flags[name])) for name in {"score", "reward"} & flags.keys()}
-    weights = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
+    models = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
+    for name, folder in folders.items():  # generation_config.json and chat templates change samples, too
+        texts = [file.read_bytes() for file in sorted(Path(folder).glob("*.j*")) if file.is_file()]
+        models[f"settings of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
+    for name in {"score", "reward"} & flags.keys():
+        places = re.findall(r"([^'\"]+\.py):(\w+)", str(flags[name]))
+        with refusing(f"cannot read --{name}"):
+            texts = [Path(os.path.expanduser(file)).read_bytes() for file, _ in places]
+        flags[name] = [f"{Path(file).name}:{function}" for file, function in places]
+        flags[f"code of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
     digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
-    mine = {**flags, **weights, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
+    mine = {**flags, **models, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
     differing = [name for theirs in all_gather(mine) for name in mine if theirs[name] != mine[name]]
     refuse(differing, f"the processes differ in {differing[:1]}: give all of them the same command and files")
     return {name: value for name, value in mine.items() if name not in may_differ}
@@ -825,7 +847,10 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
         for name, mine in identity.items():
             theirs = state["identity"].get(name)
             difference = f"{name} {reprlib.repr(theirs)} and not {reprlib.repr(mine)}"
-            refuse(theirs != mine, f"{out} holds a run with {difference}: name another --out")
+            if name.startswith("code of") and theirs != mine:
+                print(f"the {name} has changed since this run began")  # perhaps a mistake in it is mended
+            else:
+                refuse(theirs != mine, f"{out} holds a run with {difference}: name another --out")
     return state
 
 
@@ -834,6 +859,8 @@ def restore(out: Path, state: dict, **objects):
     for name in (METRICS, SAMPLES):
         with refusing(f"cannot resume {out / name}"), open(out / name, "ab") as file:
             refuse(file.tell() < state["sizes"][name], "it is shorter than it was: name another --out", ValueError)
+            if file.tell() and not state["step"]:
+                print(f"{out / name} is replaced: that run has no checkpoint")
             file.truncate(state["sizes"][name])  # all processes do this, and to the same size
     all_gather("truncated")  # a barrier: no process appends before all have truncated
     for name, thing in objects.items() if state["step"] else ():
@@ -1047,7 +1074,7 @@ def main(args: Args) -> list[dict]:
     args = resolve_args(args)
     check(args)
     args = replace(args, ref="none") if set(args.loss) <= {"simpo", "sft"} else args  # they have no reference
-    began, device = time.monotonic(), init_processes()
+    began, device, out = time.monotonic(), init_processes(), Path(args.out).absolute()  # a score may call chdir
     folders = {name: find_folder(vars(args)[name]) for name in ("model", "ref_model")}
     score = load_function(args.score) if args.score else None
     tokenizer, longest = load_tokenizer(folders["model"])
@@ -1063,7 +1090,6 @@ def main(args: Args) -> list[dict]:
         return []
     batch_size = min(args.batch_size, len(train))
     steps = math.ceil(args.epochs * len(train) / batch_size) if args.steps is None else args.steps
-    out = Path(args.out).absolute()  # a reward function may change the working directory
     with lock_folder(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
         identity = identify(args, [*train, None, *held], folders) | {"steps of --warmup": round(args.warmup * steps)}
         state = read_checkpoint(out, identity)
@@ -1073,6 +1099,7 @@ def main(args: Args) -> list[dict]:
         early = os.path.lexists(out / "model") and state["step"] < steps  # it is not of this run
         refuse(early, f"{out / 'model'} is there already: name another --out")
         if finished:
+            refuse(not (out / "model").exists(), f"{out} holds this run, finished, but its model is gone: delete it")
             print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
             return read_lines(out / METRICS)
         if processes()[0] == 0:

@@ -508,7 +508,7 @@ class ReferenceCache(Mapping):
 
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
-        lock = FileLock(f"{Path(path).resolve()}.lock")
+        lock = FileLock(f"{os.path.realpath(path)}.lock")
         try:
             held = lock.acquire(timeout=2)
         except Timeout:
@@ -655,7 +655,7 @@ def tokenizer_digest(tokenizer) -> str:
 
 def write_whole(path, write: Callable):
     """Writes a file atomically, even across a power cut: `write` fills a temporary file, which is renamed to `path`."""
-    path = Path(path).resolve()  # a symlink stays, its target is replaced
+    path = Path(os.path.realpath(path))  # a symlink stays, its target is replaced
     partial_file = path.with_name(f".{path.name}.partial")
     partial_file.unlink(missing_ok=True)  # of a killed run
     try:

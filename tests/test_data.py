@@ -134,11 +134,39 @@ def test_chat_templates_see_a_fixed_date(load, call, capsys):
         assert "always 01 January 2026" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("code", "a A b B d -d m -m y Y H M S p".split())
+@pytest.mark.parametrize("code", "a A b B d -d m -m y Y H M S p e F j T I -I D U".split())
 def test_the_fixed_date_is_written_as_python_writes_it(load, code):
     tokenizer = variant("{{ strftime_now('%" + code + "') }}: {% for m in messages %}{{ m.content }};{% endfor %}")
     row = dict(prompt=said("q", "user"), chosen=said("a"), rejected=said("b"))
     assert texts(load([row], tokenizer)[0])[0] == f"{dpo.TODAY.strftime('%' + code)}: q;"
+
+
+def test_a_template_chosen_by_name_sees_the_fixed_date(load, capsys):
+    dated = "{{ strftime_now('%F') }}{% for m in messages %}{{ m.content }};{% endfor %}"
+    tokenizer = variant({"default": "{{ raise_exception('no') }}", "dated": dated})
+    row = dict(prompt=said("q", "user"), chosen=said("a"), rejected=said("b"))
+    kwargs = json.dumps({"chat_template": "dated"})
+    assert texts(load([row], tokenizer, chat_template_kwargs=kwargs)[0])[0] == "2026-01-01q;"
+    assert "always 01 January 2026" in capsys.readouterr().out
+
+
+def test_the_fixed_date_changes_no_white_space_of_a_template(load):
+    """trim_blocks and lstrip_blocks treat the beginning of a template specially."""
+    row = dict(prompt=said("q", "user"), chosen=said("a"), rejected=said("b"))
+    for start in ("\n", "  {% if true %}x{% endif %}", "\n\n  {% set x = 1 %}\n "):
+        template = start + "{% for m in messages %}{{ m.content }};{% endfor %}"
+        (prompt, *_), (dated, *_) = (texts(load([row], variant(text))[0]) for text in (
+            template, template + "{% if messages[9] %}{{ strftime_now('%d') }}{% endif %}"))
+        assert prompt == dated
+
+
+def test_a_prompt_that_ends_with_a_beginning_of_the_answer_is_continued(load):
+    """As TRL does: no second header of the assistant stands between them."""
+    row = dict(prompt=said("q", "user") + said("The tea is"), chosen=said(" warm."), rejected=said(" cold."))
+    tokenizer = variant("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+                        "{% if add_generation_prompt %}<assistant>{% endif %}")
+    prompt, chosen, _ = texts(load([row], tokenizer)[0], tokenizer)
+    assert prompt == "<user>q<assistant>The tea is" and chosen == "<assistant> warm."
 
 
 def test_chat_template_kwargs_reach_the_template(load):
@@ -257,6 +285,12 @@ def test_answers_that_leave_no_room_for_a_prompt_are_dropped_even_with_truncate(
     limit = len(load([TEXT], tokenizer)[0].chosen)
     assert len(load([TEXT, dict(prompt="a", chosen="b", rejected="c")], tokenizer, limit, truncate=True)) == 1
     assert f"1 dropped: longer than {limit} tokens" in capsys.readouterr().out
+
+
+def test_texts_that_begin_with_bos_get_no_second_one(load):
+    tokenizer = byte_level(("<s>",))
+    for prompt in ("The tea", "<s>The tea"):
+        assert texts(load([TEXT | dict(prompt=prompt)], tokenizer)[0], tokenizer)[0] == "<s>The tea"
 
 
 # ---- Rows that are left out, and rows that are refused --------------------------------------------------------------
@@ -409,6 +443,20 @@ def test_a_file_that_unpacks_to_much_more_than_its_size_is_refused(load, tmp_pat
     monkeypatch.setattr(dpo, "SMALL", 2**20)
     assert path.stat().st_size < 2**25 / 320
     with pytest.raises(BadInput, match=f"cannot read .*{name}: .*much more than its size"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv", "rows.parquet"])
+def test_two_columns_of_one_name_are_refused(load, tmp_path, name):
+    path, row = tmp_path / name, '{"prompt": "x", "chosen": " a", "rejected": " b", "chosen": " c"}'
+    if name == "rows.parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        table = importlib.import_module("pyarrow").table(
+            [["x"], [" a"], [" b"], [" c"]], names=["prompt", "chosen", "rejected", "chosen"])
+        parquet.write_table(table, path)
+    else:
+        path.write_text({"rows.jsonl": row, "rows.json": f"[{row}]"}.get(name, "prompt,chosen,chosen\nx, a, c\n"))
+    with pytest.raises(BadInput, match=f"{name}.* (two columns have one name|an object has one name twice)"):
         load(path)
 
 

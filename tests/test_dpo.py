@@ -462,6 +462,14 @@ def test_scores_get_columns_and_messages_and_none_is_left_out(policy):
     assert scored == {"eval_score": 3.0} and samples[1]["score"] == 3.0
 
 
+def test_scores_get_columns_that_the_first_row_lacks(policy):
+    rows = [{"prompt": row["prompt"]} | more for row, more in zip(ROWS, ({}, {"answer": "42"}))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(answers_of.__globals__, "ROWS", rows)
+        _, scored = answers_of(policy, lambda answer, **_: [float(x == "42") for x in answer], samples=2)
+    assert scored == {"eval_score": 0.5}
+
+
 def test_scores_of_numpy_and_torch_are_numbers(policy):
     for scores in (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]).numpy(), [True, 2]):
         samples, scored = answers_of(policy, lambda **columns: scores, samples=2)

@@ -393,6 +393,52 @@ def test_other_spellings_of_paths_and_other_flags_of_speed_and_memory_are_accept
             start("dpo", flags_of("dpo", out, **changes))
 
 
+def test_another_chat_template_or_generation_config_is_refused(flags_of, copied, tmp_path):
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    (model / "generation_config.json").write_text('{"eos_token_id": [3, 4, 5]}')
+    with pytest.raises(BadInput, match="settings of --model"):
+        start("dpo", flags_of("dpo", copied, model=str(model)))
+
+
+def test_another_code_of_the_reward_is_said(flags_of, whole, tmp_path, capsys):
+    """It is not refused: a run whose reward raised goes on after the mistake is mended."""
+    out = shutil.copytree(whole("rloo"), tmp_path / "out")
+    reward = tmp_path / "reward_of_test_resume.py"
+    (file, name), = [spec.rsplit(":", 1) for spec in flags_of("rloo", out)["reward"]]
+    reward.write_text(Path(file).read_text() + "\n")
+    start("rloo", flags_of("rloo", out))
+    assert "has changed" not in capsys.readouterr().out
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rloo, "load_function", lambda spec: print)
+        start("rloo", flags_of("rloo", out, reward=(f"{reward}:{name}",)))
+    assert "the code of --reward has changed since this run began" in capsys.readouterr().out
+
+
+def test_logs_without_a_checkpoint_are_replaced_and_that_is_said(flags_of, tmp_path, capsys):
+    start("dpo", flags_of("dpo", tmp_path / "out", steps=0))
+    assert "is replaced" not in capsys.readouterr().out
+    start("dpo", flags_of("dpo", tmp_path / "out", steps=0, seed=5))
+    assert "metrics.jsonl is replaced: that run has no checkpoint" in capsys.readouterr().out
+
+
+def test_a_finished_run_without_its_model_is_not_called_finished(flags_of, whole, tmp_path):
+    out = shutil.copytree(whole("dpo"), tmp_path / "out")
+    shutil.rmtree(out / "model")
+    with pytest.raises(BadInput, match="its model is gone"):
+        start("dpo", flags_of("dpo", out))
+
+
+@pytest.mark.parametrize("flags", [dict(ref_cache="loop"), dict(out="loop/x"), dict(data="loop")], ids=str)
+def test_symlink_loops_are_no_traceback(flags, flags_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    flags = flags_of("dpo", tmp_path / "out", steps=0) | flags
+    try:
+        start("dpo", flags)
+    except BadInput:
+        assert "ref_cache" not in flags  # such a link is replaced, as a broken one is
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [
     dict(tokens_per_forward=200, gradient_checkpointing=True, save_every=1), dict(model=f"{MODEL}/"),

@@ -290,6 +290,22 @@ def test_a_reward_that_changes_the_working_directory_moves_no_file(args, tmp_pat
     assert (tmp_path / "here/model/model.safetensors").exists() and not [*(tmp_path / "elsewhere").iterdir()]
 
 
+def test_a_file_of_rewards_that_changes_the_working_directory_moves_no_file(args, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "wandering_reward.py").write_text(
+        "import os\nos.chdir('elsewhere')\n"
+        "def count(completions, **_):\n    return [float(len(y)) for y in completions]\n")
+    reward = (str(tmp_path / "wandering_reward.py:count"),)
+    rloo.main(replace(args, model=str(Path(MODEL).absolute()), reward=reward, out="here"))
+    assert (tmp_path / "here/model/model.safetensors").exists() and not [*(tmp_path / "elsewhere").iterdir()]
+
+
+def test_a_file_of_rewards_that_is_missing_is_no_missing_package(args):
+    with pytest.raises(BadInput, match="there is no file nowhere.py"):
+        main(replace(args, reward=("nowhere.py:f",)))
+
+
 def test_a_reward_model_keeps_to_tokens_per_forward_and_to_its_positions(tmp_path):
     chats = [[{"role": "user", "content": "a"}]] * 4
     answers = [[{"role": "assistant", "content": "soup " * n}] for n in (1, 9, 4, 9)]
