@@ -34,19 +34,15 @@ import io
 import json
 import math
 import os
-import pickletools
 import re
-import reprlib
 import shutil
 import signal
 import sys
 import time
 import warnings
-import zipfile
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from string import ascii_letters
 from typing import Callable, Literal, NamedTuple, get_type_hints
@@ -58,7 +54,7 @@ DEMO = {"model": "demo/model", "data": "demo/feedback.jsonl", "eval_data": "demo
 TODAY = datetime(2026, 1, 1)  # "today" in chat templates, which call strftime_now(): the same rows every day
 PINNED = (f"|replace('%{x}', '{TODAY.strftime('%' + x)}')" for c in ascii_letters for x in (c, f"-{c}"))
 PINNED = f"{{% macro strftime_now(format) %}}{{{{ format{''.join(PINNED)} }}}}{{% endmacro %}}\n"
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS, SAMPLES, CHECKPOINT = "metrics.jsonl", "samples.jsonl", "checkpoint.safetensors"
 SMALL = 2**28  # bytes that any data file may unpack to
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # JSON's, Python's, Excel's
 
@@ -70,7 +66,7 @@ class Args:
     eval_data: str | None = None  # held-out rows, same formats; None: eval_size prompts split off data
     eval_size: int = 128  # prompts held out of data if there is no eval_data; at most a tenth of them
     chat_template_kwargs: str = "{}"  # JSON for the chat template, such as {"enable_thinking": false}
-    out: str = "out/kto"  # folder for the model, metrics.jsonl, samples.jsonl, checkpoint.pt, reference_logprobs.pkl
+    out: str = "out/kto"  # folder for the model, the cache, checkpoint.safetensors, metrics.jsonl, samples.jsonl
 
     ref: Literal["cache", "swap", "live"] = "cache"  # cached log-probs, weights on the CPU, or a second model
     ref_model: str | None = None  # reference: checkpoint folder or hub name; None: same as --model
@@ -135,7 +131,8 @@ from filelock import FileLock  # noqa: E402  comes with torch
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
-from safetensors import SafetensorError  # noqa: E402
+from safetensors import SafetensorError, safe_open  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging, set_seed  # noqa
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
@@ -143,7 +140,7 @@ from typeguard import CollectionCheckStrategy, check_type  # noqa: E402  comes w
 from refcache import (  # noqa: E402
     BadInput, ReferenceCache, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
     completion_logprobs, context_length, eval_mode, full_tensor, log_ratios, micro_batches, one_line, out_of_memory,
-    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, tokenizer_digest, write_whole)
+    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, tokenizer_digest)
 
 # ---- The loss -------------------------------------------------------------------------------------------------------
 
@@ -235,14 +232,15 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
         else:
             with (gzip.open if source.lower().endswith(".gz") else open)(source, "rb") as file:
                 text = b"".join(iter(lambda: file.read(min(2**20, most + 1 - file.tell())), b""))
-                objects = sum(map(text.count, (b"{", b"[", b"\n")))
+                objects = sum(map(text.count, (b"{", b"[", b",", b"\n")))
                 refuse(len(text) + 100 * objects > most, "it unpacks to much more than its size", ValueError)
             if kind == "csv":
                 csv.field_size_limit(2**31 - 1)
                 reader = csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""), strict=True)
                 names = [name for name in reader.fieldnames or [] if name]
                 refuse(len({*names}) < len(names), "two columns have one name", ValueError)
-                refuse(100 * len(names) * objects > most, "its rows are much shorter than its header", ValueError)
+                lines = text.count(b"\n") + text.count(b"\r")
+                refuse(100 * len(names) * lines > most, "its rows are much shorter than its header", ValueError)
                 rows = list(reader)
                 refuse(any(None in row for row in rows), "a row has more cells than the header", ValueError)
             elif kind == "json" and text[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
@@ -783,10 +781,10 @@ def lock_folder(out: Path, inputs: list):
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
         str(out).encode()  # safetensors takes only UTF-8
         out.mkdir(parents=True, exist_ok=True)
-        new = processes()[0] == 0 and not (out / ".lock").exists() and not (out / "checkpoint.pt").exists()
-        names = "checkpoint.pt", ".checkpoint.pt.partial", METRICS, SAMPLES, "args.json", ".model"
-        for path in (out / name for name in names):
-            wrong = path.is_symlink() or path.exists() and (new or path.is_file() == (path.name == ".model"))
+        new = processes()[0] == 0 and not (out / ".lock").exists() and not (out / CHECKPOINT).exists()
+        for name in (CHECKPOINT, METRICS, SAMPLES, "args.json", ".checkpoint", ".model"):
+            path, is_ours = out / name, Path.is_dir if name in (".checkpoint", ".model") else Path.is_file
+            wrong = path.is_symlink() or path.exists() and (new or not is_ours(path))
             refuse(wrong, f"{path} is there already, but not from a run: name another --out")
         return FileLock(out / ".lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
 
@@ -815,58 +813,71 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
     return {name: value for name, value in mine.items() if name not in may_differ}
 
 
+def tensors_of(thing) -> dict[str, torch.Tensor]:
+    """The tensors of an object that training changes, by name. Tied weights are in it once, frozen ones not."""
+    state, others = thing.state_dict(), set()
+    if isinstance(thing, torch.optim.Optimizer):
+        return {f"{i}.{slot}": tensor for i, slots in state["state"].items() for slot, tensor in slots.items()}
+    if isinstance(thing, torch.nn.Module):
+        others = {name for name, _ in thing.named_parameters(remove_duplicate=False)}
+        others -= {name for name, p in thing.named_parameters() if p.requires_grad}
+    return {name: tensor for name, tensor in state.items() if name not in others}
+
+
+def checksum(run: str, tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256(run.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def save_checkpoint(out: Path, step: int, identity: dict, pending=(), **objects):
-    """Replaces out/checkpoint.pt atomically: the step, the state_dict of every object, arguments of finish_step()."""
-    state = {name: dict(thing.state_dict()) for name, thing in objects.items()}
-    for name, model in objects.items():
-        for key, p in model.named_parameters(remove_duplicate=False) if isinstance(model, torch.nn.Module) else ():
-            if not p.requires_grad:
-                del state[name][key]  # frozen weights are in the model's own files
-    state = full_state_dict(state)
+    """Replaces out/checkpoint.safetensors atomically: tensors_of() every object, named `object.tensor`, and as JSON
+    the step, the identity of the run and the arguments of finish_step()."""
+    tensors = {f"{name}.{key}": tensor for name, thing in objects.items() for key, tensor in tensors_of(thing).items()}
+    tensors = full_state_dict(tensors)
     if processes()[0]:
         return
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
-    state |= {"step": step, "identity": identity, "sizes": sizes, "pending": json.dumps(pending, default=str)}
-    try:
-        write_whole(out / "checkpoint.pt", lambda file: torch.save(state, file))
-    except RuntimeError as error:  # torch.save's error on a full disk
-        raise OSError(f"cannot write {out / 'checkpoint.pt'}: {error.__context__ or error}") from error
+    run = json.dumps(dict(step=step, identity=identity, sizes=sizes, pending=pending), default=str)
+    metadata = {"run": run, "sha256": checksum(run, tensors)}
+    folder = out / ".checkpoint"  # save_file itself makes a temporary file, which a kill leaves there
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    save_file(tensors, folder / CHECKPOINT, metadata)
+    with open(folder / CHECKPOINT, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(folder / CHECKPOINT, out / CHECKPOINT)
+    folder.rmdir()
 
 
 def read_checkpoint(out: Path, identity: dict) -> dict:
-    """Loads what save_checkpoint wrote, executing nothing in it. BadInput if it is damaged, or another run's."""
-    path = out / "checkpoint.pt"
+    """Loads what save_checkpoint wrote. BadInput if it is damaged, or another run's."""
+    path = out / CHECKPOINT
     if not path.exists():
-        return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}}
+        return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}, "tensors": {}}
     with refusing(f"{path} is damaged (delete it to start anew)"):
-        archive = zipfile.ZipFile(path)
-        bomb = sum(entry.file_size for entry in archive.infolist()) > path.stat().st_size
-        refuse(bomb or archive.infolist()[0].header_offset or any(entry.compress_type for entry in archive.infolist()),
-               "torch.save writes no such archive", ValueError)
-        refuse(archive.testzip(), "its checksum does not match", ValueError)  # torch.load checks none
-        (pickled,) = (archive.read(name) for name in archive.namelist() if name.endswith("data.pkl"))
-        allowed = r"collections OrderedDict|torch._utils _rebuild_tensor_v2|torch \w+Storage"
-        opcodes = [(opcode.name, value) for opcode, value, _ in pickletools.genops(pickled)]
-        tuples = {value for (before, _), (name, value) in pairwise(opcodes) if "TUPLE" in before and "PUT" in name}
-        reused = sum("GET" in name and value in tuples for name, value in opcodes)
-        refuse(reused > 30, "it nests tuples", ValueError)  # as a key of a dict, they would be hashed for ever
-        for name, value in opcodes:  # bytearray(10 ** 10) would pass weights_only
-            refuse("GLOBAL" in name and not re.fullmatch(allowed, str(value)), f"it holds {value}", ValueError)
-        state = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)  # processes share its memory
-        refuse(type(state["step"]) is not int or state["step"] < 0, "its step is invalid", ValueError)
-        refuse(state["step"] and not state["sizes"][METRICS], "its sizes are invalid", ValueError)
-        state["pending"] = json.loads(state["pending"])
-        line, lines = state["pending"] or ({"step": state["step"]}, [])
-        wrong = line["step"] != state["step"] or any(type(value) not in (int, float) for value in line.values())
-        refuse(wrong or type(lines) is not list, "its pending line is invalid", ValueError)
-        for name, mine in identity.items():
+        with safe_open(path, "pt") as file:  # maps the file: processes share its memory
+            metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
+        refuse(checksum(metadata["run"], tensors) != metadata["sha256"], "its checksum does not match", ValueError)
+        state = json.loads(metadata["run"])
+        numbers = state["step"], state["sizes"][METRICS], state["sizes"][SAMPLES]
+        wrong = not all(type(n) is int and n >= 0 for n in numbers) or bool(numbers[0]) != bool(numbers[1])
+        refuse(wrong, "its step or sizes are invalid", ValueError)
+        values, lines = state["pending"] or ({"step": state["step"]}, [])
+        wrong = type(values["step"]) is not int or values["step"] != state["step"] or type(lines) is not list
+        wrong = wrong or any(type(value) not in (int, float) or abs(value) > 1e300 for value in values.values())
+        refuse(wrong, "its pending line is invalid", ValueError)
+        for name, mine in json.loads(json.dumps(identity, default=str)).items():
             theirs = state["identity"].get(name)
-            difference = f"{name} {reprlib.repr(theirs)} and not {reprlib.repr(mine)}"
+            difference = f"{name} {repr(theirs)[:80]} and not {repr(mine)[:80]}"
             if name.startswith("code of") and theirs != mine:
                 print(f"the {name} has changed since this run began")  # perhaps a mistake in it is mended
             else:
                 refuse(theirs != mine, f"{out} holds a run with {difference}: name another --out")
-    return state
+    return state | {"tensors": tensors}
 
 
 def restore(out: Path, state: dict, **objects):
@@ -879,23 +890,24 @@ def restore(out: Path, state: dict, **objects):
             file.truncate(state["sizes"][name])  # all processes do this, and to the same size
     all_gather("truncated")  # a barrier: no process appends before all have truncated
     for name, thing in objects.items() if state["step"] else ():
-        with refusing(f"{out / 'checkpoint.pt'} does not fit this run"):
+        with refusing(f"{out / CHECKPOINT} does not fit this run"):
+            own, start = tensors_of(thing), f"{name}."
+            saved = {key.removeprefix(start): x for key, x in state["tensors"].items() if key.startswith(start)}
+            refuse(not saved, f"it holds no {name}", ValueError)
             if isinstance(thing, torch.nn.Module):
-                own = thing.state_dict()
-                parts = {key: part_of(tensor, own.get(key)) for key, tensor in state.pop(name).items()}
-                loaded = thing.load_state_dict(parts, strict=False)  # frozen weights are not in it
-                trained = {key for key, p in thing.named_parameters() if p.requires_grad}
-                other = loaded.unexpected_keys or trained.intersection(loaded.missing_keys)
-                refuse(other, f"it holds other weights of the {name}", ValueError)
-            elif isinstance(thing, torch.optim.Optimizer):
-                params = [p for group in thing.param_groups for p in group["params"]]
-                for i, slots in state[name]["state"].items():
-                    slots |= {key: part_of(value, params[i]) for key, value in slots.items() if value.numel() > 1}
-                thing.load_state_dict(state.pop(name))
-                wrong = any(x.numel() not in (1, p.numel()) for p, slots in thing.state.items() for x in slots.values())
-                refuse(wrong, "the optimizer's state has another shape", ValueError)
+                wrong = own.keys() != saved.keys() or any(own[key].dtype != x.dtype for key, x in saved.items())
+                refuse(wrong, f"it holds other weights of the {name}", ValueError)
+                thing.load_state_dict({key: part_of(x, own[key]) for key, x in saved.items()}, strict=False)
+            elif isinstance(thing, torch.optim.Optimizer):  # an empty AdamW, whose learning rates the flags set
+                params, fresh = [p for group in thing.param_groups for p in group["params"]], thing.state_dict()
+                for i in {int(key.split(".")[0]) for key in saved}:
+                    slots = {slot: saved[f"{i}.{slot}"] for slot in ("step", "exp_avg", "exp_avg_sq")}
+                    wrong = [x.shape for x in slots.values()] != [(), params[i].shape, params[i].shape]
+                    refuse(wrong, "its optimizer has other shapes", ValueError)
+                    fresh["state"][i] = {s: x if s == "step" else part_of(x, params[i]) for s, x in slots.items()}
+                thing.load_state_dict(fresh)
             else:
-                thing.load_state_dict(state.pop(name))
+                thing.load_state_dict(saved)
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -913,7 +925,8 @@ class Log:
 
     def __init__(self, out: Path, tensorboard: bool):
         self.out, self.history, self.board = out, read_lines(out / METRICS), None
-        numbers = all(isinstance(value, (int, float)) for line in self.history for value in line.values())
+        values = [value for line in self.history for value in line.values()]
+        numbers = all(isinstance(value, (int, float)) and abs(value) < 1e300 for value in values)
         refuse(not numbers, f"{out / METRICS} is damaged, name another --out")
         if tensorboard and processes()[0] == 0:
             with refusing("--tensorboard"):
@@ -1071,8 +1084,8 @@ def check(args: Args):
         "undesirable_weight": ("runs without --balance", not args.balance)})
     refuse(not args.beta, "--beta must be above 0")
     own, cache = (Path(os.path.realpath(path)) for path in (args.out, args.ref_cache or "reference_logprobs.pkl"))
-    other = cache.name in (METRICS, SAMPLES, "args.json", "checkpoint.pt", ".checkpoint.pt.partial", ".lock")
-    other = other or {own / "model", own / ".model"} & {cache, *cache.parents}
+    other = cache.name in (METRICS, SAMPLES, CHECKPOINT, "args.json", ".lock")
+    other = other or {own / "model", own / ".model", own / ".checkpoint"} & {cache, *cache.parents}
     refuse(other, f"--ref_cache {args.ref_cache} is the name of another output: choose another")
     refuse(args.humanline and not args.humanline[0] < 0 < args.humanline[1], "--humanline: first below 0, second above")
 
@@ -1102,7 +1115,7 @@ def main(args: Args) -> list[dict]:
     with lock_folder(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
         identity = identify(args, [*train, None, *held], folders) | {"steps of --warmup": round(args.warmup * steps)}
         state = read_checkpoint(out, identity)
-        finished = state["step"] > 0 and "policy" not in state  # the last checkpoint holds no weights
+        finished = state["step"] > 0 and not state["tensors"]  # the last checkpoint holds no weights
         refuse(state["step"] > steps or finished and state["step"] < steps,
                f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
         early = os.path.lexists(out / "model") and state["step"] < steps  # it is not of this run
@@ -1131,7 +1144,7 @@ def main(args: Args) -> list[dict]:
         restore(out, state, **changing)
         done, saved, pending = state["step"], state["step"], state.get("pending", [{"step": 0}, []])
         scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda past: lr_factor(past + 1, max(1, steps), args.warmup, args.schedule), last_epoch=done - 1)
+            optimizer, lambda n: lr_factor(state["step"] + n + 1, max(1, steps), args.warmup, args.schedule))
         # to save memory, keep only the log-probs that this process needs; beyond 4 epochs these are nearly all
         if args.ref == "cache" and processes()[1] > 1 and steps * batch_size < 4 * len(train):
             batches = [held, *(batch_rows(step, train, batch_size, args.seed) for step in range(done + 1, steps + 1))]

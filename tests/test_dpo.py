@@ -130,7 +130,7 @@ def test_step_0_is_ln_2(first):
 
 def test_files_of_a_finished_run(first):
     cache = {"reference_logprobs.pkl", "reference_logprobs.pkl.lock"}
-    names = {"model", "metrics.jsonl", "samples.jsonl", "args.json", "checkpoint.pt", ".lock"} | cache
+    names = {"model", "metrics.jsonl", "samples.jsonl", "args.json", "checkpoint.safetensors", ".lock"} | cache
     assert {file.name for file in first.out.iterdir()} == names
     assert [json.loads(line) for line in open(first.out / "metrics.jsonl")] == first.history
     assert [values["step"] for values in first.history] == [0, 1, 2, 3]
@@ -138,7 +138,8 @@ def test_files_of_a_finished_run(first):
     samples = [json.loads(line) for line in open(first.out / "samples.jsonl")]
     assert [sample["step"] for sample in samples] == [0, 0, 3, 3] and all(sample["held_out"] for sample in samples)
     assert [sample["prompt"] for sample in samples] == [row["prompt"] for row in ROWS[20:22]] * 2
-    assert (first.out / "checkpoint.pt").stat().st_size < 100_000, "a finished run keeps no weights in its checkpoint"
+    size = (first.out / "checkpoint.safetensors").stat().st_size
+    assert size < 100_000, "a finished run keeps no weights in its checkpoint"
 
 
 def test_saved_model_loads_with_its_tokenizer(first):
@@ -577,7 +578,7 @@ def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(ar
         assert not Path(args.out).exists()
 
 
-@pytest.mark.parametrize("name", ["model", "model/cache.pkl", ".model/x.pkl", ".lock", ".checkpoint.pt.partial"])
+@pytest.mark.parametrize("name", ["model", "model/cache.pkl", ".model/x.pkl", ".lock", ".checkpoint/x.pkl"])
 def test_a_cache_where_a_run_writes_and_deletes_is_refused(arguments, name):
     args = arguments()
     with pytest.raises(BadInput, match="--ref_cache .* another output"):
@@ -603,7 +604,7 @@ def test_steps_0_fills_the_cache_for_a_job_on_another_machine(script, folder, tm
                             ref_cache=str(machine / "cache.pkl")) for machine in machines)
     history = script.main(one)
     assert [line["step"] for line in history] == [0] and math.isfinite(history[0]["eval_loss"])
-    assert not (machines[0] / "out/model").exists() and not (machines[0] / "out/checkpoint.pt").exists()
+    assert not (machines[0] / "out/model").exists() and not (machines[0] / "out/checkpoint.safetensors").exists()
     shutil.copy(machines[0] / "cache.pkl", machines[1] / "cache.pkl")
     loaded = []
     load_model = script.load_model

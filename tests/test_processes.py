@@ -396,4 +396,4 @@ def test_torchrun_passes_a_signal_on_and_the_step_is_saved_and_said_once(tmp_pat
     said, _, seconds = torchrun(tmp_path, "--steps", "500", act=lambda run, children: run.send_signal(number))
     assert seconds < 60 and len(said) == 1 and "is saved: run the same command to resume" in said[0]
     lines = dpo.read_lines(tmp_path / "out/metrics.jsonl")
-    assert torch.load(tmp_path / "out/checkpoint.pt")["step"] == lines[-1]["step"]
+    assert dpo.read_checkpoint(tmp_path / "out", {})["step"] == lines[-1]["step"]

@@ -1,21 +1,24 @@
 """Runs that end early: the same command goes on, and ends with the same bits as a run that was never interrupted."""
-import functools
+import json
 import multiprocessing
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import signal
 import sys
 import threading
 import time
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+from safetensors import safe_open
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 import dpo
@@ -90,7 +93,7 @@ def files_of(out):
     """The results of a finished run. There must be no other files beside them."""
     out = Path(out)
     names = {path.name for path in out.iterdir()} - {"reference_logprobs.pkl", "reference_logprobs.pkl.lock"}
-    assert names == {"model", "metrics.jsonl", "samples.jsonl", "args.json", "checkpoint.pt", ".lock"}
+    assert names == {"model", "metrics.jsonl", "samples.jsonl", "args.json", "checkpoint.safetensors", ".lock"}
     results = [out / "metrics.jsonl", out / "samples.jsonl", *sorted((out / "model").iterdir())]
     return {path.name: path.read_bytes() for path in results}
 
@@ -185,7 +188,7 @@ def test_a_signal_saves_its_step_says_so_and_gives_its_handler_back(flags_of, tm
     handler = signal.getsignal(number)
     error = stop("dpo", flags_of("dpo", tmp_path / "out", ref="none", loss=("simpo",), samples=0), 1, number)
     assert "step 1 is saved" in error.__notes__[0] and "\n" not in str(error) and signal.getsignal(number) == handler
-    assert torch.load(tmp_path / "out/checkpoint.pt")["step"] == 1
+    assert read_state(tmp_path / "out/checkpoint.safetensors")[0]["step"] == 1
 
 
 def test_a_second_signal_stops_at_once(flags_of, tmp_path, monkeypatch):
@@ -220,7 +223,7 @@ def test_a_finished_run_says_so_and_does_nothing(flags_of, whole, monkeypatch, c
     assert [values["step"] for values in history] == list(range(STEPS + 1))
     assert "finished after 3 steps: nothing to do" in capsys.readouterr().out
     assert before == times()
-    assert (whole("dpo") / "checkpoint.pt").stat().st_size < 20_000  # without weights
+    assert (whole("dpo") / "checkpoint.safetensors").stat().st_size < 20_000  # without weights
 
 
 # ---- Exceptions inside a step ---------------------------------------------------------------------------------------
@@ -290,8 +293,8 @@ def test_a_reward_that_raises_saves_the_steps_before_it_and_the_same_command_goe
     with monkeypatch.context() as patch, pytest.raises(BadInput):
         patch.setattr(rloo, "call_reward", call_reward)
         start("rloo", flags_of("rloo", tmp_path / "out"))
-    checkpoint = tmp_path / "out/checkpoint.pt"
-    assert (torch.load(checkpoint)["step"] if checkpoint.exists() else None) == saved
+    checkpoint = tmp_path / "out/checkpoint.safetensors"
+    assert (read_state(checkpoint)[0]["step"] if checkpoint.exists() else None) == saved
     same_as_whole("rloo", tmp_path / "out")
 
 
@@ -486,27 +489,48 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
+def read_state(path):
+    """A checkpoint: what it holds as JSON, and its tensors."""
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["run"]), {name: file.get_tensor(name).clone() for name in file.keys()}
+
+
+def write_state(path, state, tensors):
+    run = state if isinstance(state, str) else json.dumps(state)
+    save_file(tensors, path, {"run": run, "sha256": dpo.checksum(run, tensors)})
+
+
 def change(**entries):
     """Another value of an entry of the checkpoint; None deletes it."""
     def damage(path):
-        state = torch.load(path) | entries
-        torch.save({name: value for name, value in state.items() if value is not None}, path)
+        state, tensors = read_state(path)
+        write_state(path, {name: x for name, x in (state | entries).items() if x is not None}, tensors)
     return damage
 
 
-def change_tensor(owner, **how):
+def change_tensors(how):
     def damage(path):
-        state = torch.load(path)
-        tensors = state["policy"] if owner == "policy" else state["optimizer"]["state"][0]
-        name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
-        tensors[name] = torch.zeros(3, 4)
-        torch.save(state, path)
+        state, tensors = read_state(path)
+        write_state(path, state, how(tensors))
     return damage
+
+
+def change_first(pattern, how):
+    """Changes the first tensor whose name has this pattern and that is a matrix, if there is one."""
+    def damage(tensors):
+        names = [name for name in tensors if re.search(pattern, name)]
+        name = next((name for name in names if tensors[name].dim() == 2), names[0])
+        return tensors | {name: how(tensors[name])}
+    return change_tensors(damage)
+
+
+def without(pattern):
+    return change_tensors(lambda tensors: {name: x for name, x in tensors.items() if not re.search(pattern, name)})
 
 
 def flip_bit(path):
-    data, tensor = bytearray(path.read_bytes()), next(iter(torch.load(path)["policy"].values()))
-    data[data.index(tensor.numpy().tobytes()) + 1001] ^= 4
+    data, tensor = bytearray(path.read_bytes()), next(iter(read_state(path)[1].values()))
+    data[data.index(tensor.numpy().tobytes()) + 1] ^= 4
     path.write_bytes(data)
 
 
@@ -514,48 +538,52 @@ def cut(share):
     return lambda path: path.write_bytes(path.read_bytes()[:int(share * path.stat().st_size)])
 
 
-def compress(path):
-    with zipfile.ZipFile(path) as old:
-        parts = {name: old.read(name) for name in old.namelist()}
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
-        for name, data in parts.items():
-            new.writestr(name, data)
-
-
-def double_an_entry(path):
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.filelist += [max(archive.filelist, key=lambda entry: entry.file_size)] * 30
-        archive._didModify = True  # the directory is written again
-
-
 DAMAGES = {
-    "something before the archive": lambda path: path.write_bytes(b"x" * 64 + path.read_bytes()),
-    "an entry that stands 31 times": double_an_entry,
-    "nested tuples": change(more=functools.reduce(lambda t, _: (t, t), range(40), ())),
-    "a compressed archive": compress, "memory for the asking": change(epochs=bytearray(99)),
     "empty": cut(0), "truncated": cut(0.5), "almost whole": cut(0.999), "a bit flipped in a tensor": flip_bit,
-    "a bare pickle bomb": lambda path: path.write_bytes(pickle.dumps(Bomb(path.parent / "boom"))),
-    "a pickle bomb": lambda path: torch.save(torch.load(path) | {"optimizer": Bomb(path.parent / "boom")}, path),
+    "a pickle bomb": lambda path: path.write_bytes(pickle.dumps(Bomb(path.parent / "boom"))),
+    "a bomb as torch saves it": lambda path: torch.save({"step": Bomb(path.parent / "boom")}, path),
+    "no metadata": lambda path: save_file(read_state(path)[1], path),
+    "nested lists": lambda path: write_state(path, "[" * 10**5 + "]" * 10**5, read_state(path)[1]),
+    "a list": lambda path: write_state(path, "[]", read_state(path)[1]),
     "a string for a step": change(step="3"), "a list for a step": change(step=[3]),
-    "a fraction for a step": change(step=2.5), "a negative step": change(step=-1),
-    "no step": change(step=None),
-    "no optimizer": change(optimizer=None), "no sizes": change(sizes=None), "no identity": change(identity=None),
-    "a number for an identity": change(identity=3), "another policy": change(policy={"x": torch.zeros(3)}),
+    "true for a step": change(step=True),
+    "a fraction for a step": change(step=2.5), "a negative step": change(step=-1), "no step": change(step=None),
+    "a huge step": change(step=10**400),
+    "no sizes": change(sizes=None), "no identity": change(identity=None), "no pending": change(pending=None),
+    "a number for an identity": change(identity=3),
     "strings for sizes": change(sizes={"metrics.jsonl": "x", "samples.jsonl": "x"}),
     "negative sizes": change(sizes={"metrics.jsonl": -5, "samples.jsonl": -5}),
-    "a policy tensor of another shape": change_tensor("policy"),
-    "an optimizer tensor of another shape": change_tensor("optimizer"),
+    "no log": change(sizes={"metrics.jsonl": 0, "samples.jsonl": 0}),
+    "no optimizer": without("^optimizer"), "no policy": without("^policy"),
+    "one tensor less": without("^policy.*0.*q_proj"),
+    "one tensor more": change_tensors(lambda tensors: tensors | {"policy.x": torch.zeros(3)}),
+    "a policy tensor of another shape": change_first("^policy", lambda x: torch.zeros(3, 4)),
+    "a policy tensor transposed": change_first("^policy", lambda x: x.T.contiguous()),
+    "a policy tensor of another dtype": change_first("^policy", lambda x: x.half()),
+    "optimizer without a moment": without("exp_avg_sq$"),
+    "optimizer without a moment of a tensor": without("0.exp_avg$"),
+    "optimizer without steps": without("step$"),
+    "an optimizer tensor of another shape": change_first("exp_avg$", lambda x: torch.zeros(3, 4)),
+    "an optimizer tensor of one number": change_first("exp_avg_sq$", lambda x: torch.zeros(())),
+    "an optimizer tensor of one element": change_first("exp_avg_sq$", lambda x: torch.zeros(1)),
+    "an optimizer tensor transposed": change_first("exp_avg_sq$", lambda x: x.T.contiguous()),
+    "a step of two numbers": change_first("step$", lambda x: torch.zeros(2)),
+    "an optimizer of a tensor too many": change_tensors(lambda tensors: tensors | {
+        f"optimizer.999.{slot}": torch.zeros(()) for slot in ("step", "exp_avg", "exp_avg_sq")}),
+    "an optimizer tensor without a number": change_tensors(
+        lambda tensors: tensors | {"optimizer.x.step": torch.zeros(())}),
 }
 DAMAGES |= {f"pending {pending}": change(pending=pending) for pending in (
-    5, "x", "5", '[{}, []]', '[{"step": "2"}, []]', '[{"step": 1}, []]', '[{"step": 2, "loss": []}, []]', "[[], []]",
-    '[{"step": 2}]', '[{"step": 2}, 5]', '[{"step": 2}, [], []]')}
-QUICK = {"pending 5", 'pending [{"step": 2}]', "nested tuples", "a compressed archive", "memory for the asking",
-         "truncated", "a bit flipped in a tensor", "a pickle bomb", "a string for a step", "a policy tensor of another shape"}
+    5, "x", [{}, []], [{"step": "2"}, []], [{"step": 2.0}, []], [{"step": 1}, []], [{"step": 2, "loss": []}, []],
+    [[], []], [{"step": 2}], [{"step": 2}, 5], [{"step": 2}, [], []])}
+DAMAGES["pending 10 ** 400"] = change(pending=[{"step": 2, "loss": 10**400}, []])
+QUICK = {"pending 5", "pending [{'step': 2}]", "no optimizer", "no metadata", "truncated", "a bit flipped in a tensor",
+         "a string for a step", "a policy tensor of another shape", "an optimizer tensor of one number"}
 
 
 def test_fewer_steps_than_a_run_has_made_are_refused(flags_of, copied):
     """With a constant schedule other --steps are allowed, as long as they are more."""
-    state = torch.load(copied / "checkpoint.pt")
+    state, _ = read_state(copied / "checkpoint.safetensors")
     with pytest.raises(BadInput, match="name another --out"):
         start("dpo", flags_of("dpo", copied) | dict(steps=state["step"] - 1, schedule="constant"))
 
@@ -565,19 +593,46 @@ def test_a_damaged_or_hostile_checkpoint_is_refused_in_one_sentence_and_runs_not
         kind, flags_of, copied, monkeypatch):
     def files():
         return {path.name: path.read_bytes() for path in copied.glob("*.[jp]*") if path.name != "args.json"}
-    DAMAGES[kind](copied / "checkpoint.pt")
+    DAMAGES[kind](copied / "checkpoint.safetensors")
     before = files()
     monkeypatch.setattr(torch.optim.AdamW, "step", None)
-    with pytest.raises(BadInput, match="checkpoint.pt|metrics.jsonl") as error:
+    with pytest.raises(BadInput, match="checkpoint.safetensors|metrics.jsonl") as error:
         start("dpo", flags_of("dpo", copied))
     assert "\n" not in str(error.value) and not (copied / "boom").exists() and not (copied / "model").exists()
     assert before == files()
 
 
+def test_values_of_a_hostile_checkpoint_are_shortened(flags_of, copied):
+    value = "\x1b[31m"
+    for _ in range(7):
+        value = [value] * 6
+    change(identity={"model_type": value, "batch_size": value})(copied / "checkpoint.safetensors")
+    with pytest.raises(BadInput, match="another --out") as error:
+        start("dpo", flags_of("dpo", copied))
+    assert len(str(error.value)) < 400 + len(str(copied)) and "\x1b" not in str(error.value)
+
+
+def test_the_weights_of_a_checkpoint_are_those_of_the_policy(stopped):
+    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    weights = {name[7:]: x for name, x in read_state(stopped / "checkpoint.safetensors")[1].items() if "policy." in name}
+    loaded = model.load_state_dict(weights, strict=False)
+    assert not loaded.unexpected_keys and {*loaded.missing_keys} <= {"lm_head.weight"}
+    assert any((model.state_dict()[name] != x).any() for name, x in before.items())
+
+
+def test_a_kill_while_a_checkpoint_is_written_leaves_nothing_behind(stopped, same_as_whole, tmp_path):
+    out = Path(shutil.copytree(stopped, tmp_path / "out"))
+    (out / ".checkpoint").mkdir()
+    (out / ".checkpoint/.tmpx").write_text("half of it")
+    same_as_whole("dpo", out)
+    assert not (out / ".checkpoint").exists()
+
+
 def test_a_hostile_checkpoint_cannot_name_files_to_cut(flags_of, copied, tmp_path, same_as_whole):
     (tmp_path / "precious").write_text("precious")
-    sizes = torch.load(copied / "checkpoint.pt")["sizes"]
-    change(sizes=sizes | {str(tmp_path / "precious"): 0, "../precious": 0})(copied / "checkpoint.pt")
+    sizes = read_state(copied / "checkpoint.safetensors")[0]["sizes"]
+    change(sizes=sizes | {str(tmp_path / "precious"): 0, "../precious": 0})(copied / "checkpoint.safetensors")
     try:
         start("dpo", flags_of("dpo", copied))
     except BadInput:
@@ -588,13 +643,13 @@ def test_a_hostile_checkpoint_cannot_name_files_to_cut(flags_of, copied, tmp_pat
 @pytest.mark.slow
 def test_a_checkpoint_with_any_byte_changed_is_refused_or_gives_the_same_bits(stopped, same_as_whole, tmp_path):
     rng, outcomes = random.Random(0), []
-    data = (stopped / "checkpoint.pt").read_bytes()
+    data = (stopped / "checkpoint.safetensors").read_bytes()
     places = [rng.randrange(len(data)) for _ in range(12)] + [len(data) - rng.randrange(1, 9000) for _ in range(12)]
     for n, place in enumerate(places):
         out = Path(shutil.copytree(stopped, tmp_path / f"out{n}"))
         changed = bytearray(data)
         changed[place] ^= 1 << rng.randrange(8)
-        (out / "checkpoint.pt").write_bytes(changed)
+        (out / "checkpoint.safetensors").write_bytes(changed)
         try:
             same_as_whole("dpo", out)
             outcomes.append("same")
@@ -774,7 +829,8 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(name, limit, flags_of, sa
     sentence = (tmp_path / "out.error").read_text().splitlines()[-1]
     assert "File too large" in sentence and sentence.startswith(f"{RUNS[name][0]}.py: ")
     assert "Traceback" not in (tmp_path / "out.error").read_text()
-    assert not [path for path in (tmp_path / "out").glob(".*") if path.name not in (".lock",)]
+    assert {path.name for path in (tmp_path / "out").glob(".*")} <= {".lock", ".checkpoint"}
+    assert not [*(tmp_path / "out").glob(".checkpoint/*")]
     same_as_whole(name, tmp_path / "out")
 
 

@@ -268,7 +268,7 @@ def test_a_run_with_a_cache_that_mixes_up_its_rows_ends_before_its_first_update(
     monkeypatch.setattr(torch.optim.AdamW, "step", None)
     with pytest.raises(BadInput, match="cannot be trained on"):
         rloo.main(args)
-    assert not (tmp_path / "out/model").exists() and not (tmp_path / "out/checkpoint.pt").exists()
+    assert not (tmp_path / "out/model").exists() and not (tmp_path / "out/checkpoint.safetensors").exists()
 
 
 def test_samples_come_from_forwards_in_dtype(model_of, monkeypatch):
