@@ -52,8 +52,9 @@ import tyro
 DEMO = {"model": "demo/model", "data": "demo/feedback.jsonl", "eval_data": "demo/feedback_test.jsonl",
         "score": "demo/score.py:success"}
 TODAY = datetime(2026, 1, 1)  # "today" in chat templates, which call strftime_now(): the same rows every day
-PINNED = (f"|replace('%{x}', '{TODAY.strftime('%' + x)}')" for c in ascii_letters for x in (c, f"-{c}"))
-PINNED = f"{{% macro strftime_now(format) %}}{{{{ format{''.join(PINNED)} }}}}{{% endmacro %}}\n"
+PINNED = """{% macro strftime_now(format) %}{% for part in format.split("%") %}{% set n = 2 if part[:1] == "-" else 1 %}
+{{ part if loop.first else TABLE.get(part[:n], "%" ~ part[:n]) ~ part[n:] }}{% endfor %}{% endmacro %}
+""".replace("TABLE", str({code: TODAY.strftime(f"%{code}") for x in ascii_letters for code in (x, f"-{x}")}))
 METRICS, SAMPLES, CHECKPOINT = "metrics.jsonl", "samples.jsonl", "checkpoint.safetensors"
 SMALL = 2**28  # bytes that any data file may unpack to
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # JSON's, Python's, Excel's
