@@ -879,12 +879,8 @@ def restore(out: Path, state: dict, **objects):
         with refusing(f"{out / CHECKPOINT} does not fit this run"):
             own, start = tensors_of(thing), f"{name}."
             saved = {key.removeprefix(start): x for key, x in state["tensors"].items() if key.startswith(start)}
-            refuse(not saved, f"it holds no {name}", ValueError)
-            if isinstance(thing, torch.nn.Module):
-                wrong = own.keys() != saved.keys() or any(own[key].dtype != x.dtype for key, x in saved.items())
-                refuse(wrong, f"it holds other weights of the {name}", ValueError)
-                thing.load_state_dict({key: part_of(x, own[key]) for key, x in saved.items()}, strict=False)
-            elif isinstance(thing, torch.optim.Optimizer):  # an empty AdamW, whose learning rates the flags set
+            if isinstance(thing, torch.optim.Optimizer):  # an empty AdamW, whose learning rates the flags set
+                refuse(not saved, f"it holds no {name}", ValueError)
                 params, fresh = [p for group in thing.param_groups for p in group["params"]], thing.state_dict()
                 for i in {int(key.split(".")[0]) for key in saved}:
                     slots = {slot: saved[f"{i}.{slot}"] for slot in ("step", "exp_avg", "exp_avg_sq")}
@@ -892,6 +888,12 @@ def restore(out: Path, state: dict, **objects):
                     refuse(wrong, "its optimizer has other shapes", ValueError)
                     fresh["state"][i] = {s: x if s == "step" else part_of(x, params[i]) for s, x in slots.items()}
                 thing.load_state_dict(fresh)
+                continue
+            kinds = [{key: (x.shape, x.dtype) for key, x in tensors.items()} for tensors in (own, saved)]
+            refuse(kinds[0] != kinds[1], f"it holds other weights of the {name}", ValueError)
+            if isinstance(thing, torch.nn.Module):
+                parts = {key: part_of(x, own[key]) for key, x in saved.items()}
+                thing.load_state_dict(parts, strict=False)  # frozen weights are not in it
             else:
                 thing.load_state_dict(saved)
 

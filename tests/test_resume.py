@@ -24,6 +24,7 @@ from tqdm import tqdm
 import dpo
 import kto
 import rloo
+from models import SMALL, build
 from refcache import BadInput, ReferenceCache
 
 ROOT = Path(dpo.__file__).parent
@@ -578,7 +579,8 @@ DAMAGES |= {f"pending {pending}": change(pending=pending) for pending in (
     [[], []], [{"step": 2}], [{"step": 2}, 5], [{"step": 2}, [], []])}
 DAMAGES["pending 10 ** 400"] = change(pending=[{"step": 2, "loss": 10**400}, []])
 QUICK = {"pending 5", "pending [{'step': 2}]", "no optimizer", "no metadata", "truncated", "a bit flipped in a tensor",
-         "a string for a step", "a policy tensor of another shape", "an optimizer tensor of one number"}
+         "a string for a step", "a policy tensor of another shape", "an optimizer tensor of one number",
+         "one tensor less", "a policy tensor of another dtype", "pending [{'step': 2.0}, []]", "no log"}
 
 
 def test_fewer_steps_than_a_run_has_made_are_refused(flags_of, copied):
@@ -615,10 +617,32 @@ def test_values_of_a_hostile_checkpoint_are_shortened(flags_of, copied):
 def test_the_weights_of_a_checkpoint_are_those_of_the_policy(stopped):
     model = AutoModelForCausalLM.from_pretrained(MODEL)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    weights = {name[7:]: x for name, x in read_state(stopped / "checkpoint.safetensors")[1].items() if "policy." in name}
+    tensors = read_state(stopped / "checkpoint.safetensors")[1]
+    weights = {name[7:]: x for name, x in tensors.items() if name.startswith("policy.")}
     loaded = model.load_state_dict(weights, strict=False)
     assert not loaded.unexpected_keys and {*loaded.missing_keys} <= {"lm_head.weight"}
     assert any((model.state_dict()[name] != x).any() for name, x in before.items())
+
+
+def test_a_checkpoint_holds_what_trains_and_tied_weights_once():
+    for tied in (True, False):
+        model = build("llama", dict(SMALL, tie_word_embeddings=tied))
+        model.model.layers[0].requires_grad_(False)
+        names = {*model.state_dict()} - {name for name in model.state_dict() if ".layers.0." in name}
+        assert {*dpo.tensors_of(model)} == names - ({"lm_head.weight"} if tied else set())
+
+
+@pytest.mark.parametrize("name, make", [
+    ("metrics.jsonl", Path.mkdir), ("samples.jsonl", os.mkfifo), ("checkpoint.safetensors", Path.mkdir),
+    (".model", Path.touch), (".model", os.mkfifo), (".checkpoint", os.mkfifo),
+    ("args.json", lambda path: path.symlink_to("metrics.jsonl"))])
+def test_what_no_run_wrote_under_the_name_of_a_file_of_a_run_is_refused(copied, name, make):
+    with dpo.lock_folder(copied, []):
+        pass
+    (copied / name).unlink(missing_ok=True)
+    make(copied / name)
+    with pytest.raises(BadInput, match=f"{name} is there already, but not from a run"):
+        dpo.lock_folder(copied, [])
 
 
 def test_a_kill_while_a_checkpoint_is_written_leaves_nothing_behind(stopped, same_as_whole, tmp_path):
