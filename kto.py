@@ -41,6 +41,7 @@ import sys
 import time
 import warnings
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -290,6 +291,8 @@ def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[i
         else:
             given = json.loads(args.chat_template_kwargs)
             template = tokenizer.get_chat_template(given.get("chat_template"))
+            unknown = template == given.get("chat_template") and "{" not in template
+            refuse(unknown, f"the tokenizer has no chat template named {template[:80]!r}")
             given |= {"chat_template": PINNED * ("strftime_now" in template) + template, "tokenize": False}
             last = {("continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"): True}
             texts = [tokenizer.apply_chat_template(prompt, **last, **given),
@@ -311,6 +314,8 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
     rows, kept, notes, ints = read_rows(source), [], {}, {}
     if "strftime_now" in f"{tokenizer.chat_template}{args.chat_template_kwargs}":
         print(f"the chat template names today's date: here it is always {TODAY:%d %B %Y}")
+    lacking = [where for where, row in rows if "prompt" not in row]
+    refuse(0 < len(lacking) < len(rows), f"{''.join(lacking[:1])}: it has no prompt, but other rows have one")
     for where, row in tqdm(rows, desc=f"tokenize {source}", unit="row", delay=2):
         try:
             prompt, answers = parse(row, where)
@@ -324,6 +329,8 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
             refuse(repeats and all(repeats) and len(asked) > 20, "the answers begin with the prompt", Skip)
             if any(repeats):
                 notes.setdefault("with an answer that begins with the prompt", []).append(where)
+            if "prompt" not in row:
+                notes.setdefault("without a column prompt: it is what the answers have in common", []).append(where)
             front, ids = tokenize(tokenizer, prompt, answers, args, where)
             over = len(front) + max(map(len, ids)) - max_length
             if over > 0:
@@ -613,19 +620,25 @@ def checkpoint_layers(model, use_reentrant: bool = False):
 
 
 def save_model(model, tokenizer, out: Path, args):
-    """out/model as save_pretrained writes it, whole or not at all. Of a LoRA run it is the adapter, unless --merge."""
+    """Writes out/.model with save_pretrained. Of a LoRA run it is the adapter, unless --merge."""
     model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
     state = full_state_dict(model.to(getattr(torch, args.save_dtype)).state_dict())
     if processes()[0]:
         return
-    for folder in (out / ".model", out / "model"):
-        shutil.rmtree(folder, ignore_errors=True)  # left by this run, killed just before its end
+    shutil.rmtree(out / ".model", ignore_errors=True)  # left by this run, killed just before its end
     model.save_pretrained(out / ".model", state_dict=state)
     tokenizer.save_pretrained(out / ".model")
-    for path in (out / ".model").iterdir():
+    for path in filter(Path.is_file, (out / ".model").rglob("*")):
         with open(path, "rb") as file:
             os.fsync(file.fileno())
-    os.replace(out / ".model", out / "model")
+
+
+def move_model(out: Path):
+    """out/.model -> out/model, once the last checkpoint says that the run is finished."""
+    if processes()[0] == 0:
+        if (out / ".model").exists():
+            os.replace(out / ".model", out / "model")  # an error if something else has put files there
+        refuse(not (out / "model").exists(), f"{out} holds this run, finished, but its model is gone: delete it")
 
 
 def load_function(spec: str) -> Callable:
@@ -684,7 +697,7 @@ def answer(policy, tokenizer, held: list, score: Callable | None, step: int, arg
     columns["completions"] = [y["completion"] if isinstance(y["prompt"], str) else
                               [{"role": "assistant", "content": y["completion"]}] for y in samples]
     with refusing(f"--score {args.score} failed"):
-        scores = score(**columns)
+        scores = score(**deepcopy(columns))  # a function may change its arguments in place
         refuse(isinstance(scores, (dict, set, str, bytes)), "it must return a list of numbers", TypeError)
         scores = [None if value is None else float(value) for value in scores]
         refuse(not all(value is None or math.isfinite(value) for value in scores), "a score is not finite", ValueError)
@@ -799,7 +812,9 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
     flags = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
     models = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
     for name, folder in folders.items():  # generation_config.json and chat templates change samples, too
-        texts = [file.read_bytes() for file in sorted(Path(folder).glob("*.j*")) if file.is_file()]
+        places = map(Path, filter(None, (folder, adapter_base(folder))))
+        files = [file for place in places for kind in ("*.json", "**/*.jinja") for file in sorted(place.glob(kind))]
+        texts = [file.read_bytes() for file in files if file.is_file()]
         models[f"settings of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
     for name in {"score", "reward"} & flags.keys():
         places = re.findall(r"([^'\"]+\.py):(\w+)", str(flags[name]))
@@ -943,15 +958,15 @@ class Log:
             return
         sizes = {name: (self.out / name).stat().st_size for name in (METRICS, SAMPLES)}
         try:
+            for name in values if self.board else ():
+                self.board.add_scalar(name, values[name], values["step"])
             for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
                 with open(self.out / name, "a") as file:
                     file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-        except OSError:  # a full disk: a step is in both files or in none
+        except BaseException:  # such as a full disk: a step is in both files or in none
             for name, size in sizes.items():
                 os.truncate(self.out / name, size)
             raise
-        for name in values if self.board else ():
-            self.board.add_scalar(name, values[name], values["step"])
 
 
 @contextmanager
@@ -1121,10 +1136,10 @@ def main(args: Args) -> list[dict]:
         finished = state["step"] > 0 and not state["tensors"]  # the last checkpoint holds no weights
         refuse(state["step"] > steps or finished and state["step"] < steps,
                f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
-        early = os.path.lexists(out / "model") and state["step"] < steps  # it is not of this run
+        early = os.path.lexists(out / "model") and not finished  # it is not of this run
         refuse(early, f"{out / 'model'} is there already: name another --out")
         if finished:
-            refuse(not (out / "model").exists(), f"{out} holds this run, finished, but its model is gone: delete it")
+            move_model(out)
             print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
             return read_lines(out / METRICS)
         if processes()[0] == 0:
@@ -1226,6 +1241,7 @@ def main(args: Args) -> list[dict]:
             raise
         save_model(policy, tokenizer, out, args)
         save_checkpoint(out, steps, identity)  # without weights: the run is finished
+        move_model(out)
     report(log)
     print(f"\n{steps} steps of {batch_size} rows in {time.monotonic() - began:.0f} s; the model is in {out / 'model'}")
     return log.history

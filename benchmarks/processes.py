@@ -91,7 +91,8 @@ def work(folder: str, parallel: str, batch_size: int, steps: int, load_only: boo
             write(self, values, samples)
             ends.append((time.perf_counter(), values.get("num_tokens", 0)))
 
-        dpo.Log.write, dpo.save_checkpoint, dpo.save_model = timed, lambda *_, **__: None, lambda *_: None
+        dpo.Log.write, dpo.save_checkpoint = timed, lambda *_, **__: None
+        dpo.save_model = dpo.move_model = lambda *_: None
         dpo.report = lambda *_: None
         dpo.main(args)
         (start, seen), (stop, tokens) = ends[2], ends[-1]

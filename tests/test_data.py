@@ -150,6 +150,12 @@ def test_a_template_chosen_by_name_sees_the_fixed_date(load, capsys):
     assert "always 01 January 2026" in capsys.readouterr().out
 
 
+def test_a_template_that_the_tokenizer_does_not_have_is_refused(load):
+    """transformers would take its name for the template."""
+    with pytest.raises(BadInput, match="the tokenizer has no chat template named 'tool_use'"):
+        load([CHATS[0]], chat_template_kwargs='{"chat_template": "tool_use"}')
+
+
 def test_the_fixed_date_changes_no_white_space_of_a_template(load):
     """trim_blocks and lstrip_blocks treat the beginning of a template specially."""
     row = dict(prompt=said("q", "user"), chosen=said("a"), rejected=said("b"))
@@ -307,7 +313,6 @@ def test_texts_that_begin_with_bos_get_no_second_one(load):
      "begin with the prompt"),
     (dict(prompt=said("Where is the tea today?", "user"), chosen=said("Where is the tea today? Here."),
           rejected=said("Where is the tea today? There.")), "begin with the prompt"),
-    (dict(chosen="x", rejected="y"), "no column prompt"), (dict(chosen="x", rejected="xy"), "no column prompt"),
 ])
 @pytest.mark.parametrize("script", [dpo, kto])
 def test_rows_that_teach_nothing_are_dropped_and_counted_with_the_first_place(load, capsys, script, bad, words):
@@ -319,6 +324,22 @@ def test_rows_that_teach_nothing_are_dropped_and_counted_with_the_first_place(lo
         load([TEXT, bad, bad], script=script)
     with pytest.raises(BadInput, match="too few rows"):
         load([bad], script=script)
+
+
+@pytest.mark.parametrize("script", [dpo, kto])
+def test_pairs_without_a_prompt_and_nothing_in_common_are_dropped_and_counted(load, capsys, script):
+    good, bad = dict(chosen="The tea was warm.", rejected="The tea was bad."), dict(chosen="x", rejected="xy")
+    assert len(load([good, bad, good, dict(chosen="x", rejected="y")], script=script)) == 2 * (1 + (script is kto))
+    printed = capsys.readouterr().out
+    assert re.search(r"2 dropped: no column prompt.*rows.jsonl line 2\)", printed)
+    assert "2 without a column prompt: it is what the answers have in common" in printed
+
+
+@pytest.mark.parametrize("script", [dpo, kto])
+def test_a_row_that_alone_lacks_a_prompt_is_refused(load, script):
+    """Else its prompt would be what its answers have in common."""
+    with pytest.raises(BadInput, match="rows.jsonl line 2: it has no prompt, but other rows have one"):
+        load([TEXT, {name.title() if name == "prompt" else name: x for name, x in TEXT.items()}], script=script)
 
 
 @pytest.mark.parametrize("row", [
@@ -369,7 +390,7 @@ def test_malformed_rows_are_refused_in_one_sentence_that_names_the_line(load, ba
     (dict(prompt="a", completion=" b", label="good"), "label"),
     (dict(prompt="a", completion=" b", label=[1]), "label"),
     (dict(prompt="a", completion=" b", label="x" * 999), "label"),
-    (dict(prompt="a", label=True), "must be"), (dict(completion=" b", label=True), "prompt must be")])
+    (dict(prompt="a", label=True), "must be"), (dict(completion=" b", label=True), "it has no prompt")])
 def test_malformed_feedback_is_refused_in_one_sentence_that_names_the_line(load, bad, words):
     with pytest.raises(BadInput, match=rf"rows.jsonl line 2\b.*{words}") as error:
         load([TEXT, bad, TEXT, TEXT], script=kto)

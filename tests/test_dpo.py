@@ -471,6 +471,16 @@ def test_scores_get_columns_that_the_first_row_lacks(policy):
     assert scored == {"eval_score": 0.5}
 
 
+def test_a_score_may_change_its_arguments(policy):
+    def rate(prompts, completions, **columns):
+        for prompt, answer in zip(prompts, completions):
+            prompt.extend(answer)
+        return [float(len(prompt)) for prompt in prompts]
+    for _ in range(2):
+        samples, scored = answers_of(policy, rate, samples=2)
+        assert scored == {"eval_score": 2.0} and [len(sample["prompt"]) for sample in samples] == [1, 1]
+
+
 def test_scores_of_numpy_and_torch_are_numbers(policy):
     for scores in (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]).numpy(), [True, 2]):
         samples, scored = answers_of(policy, lambda **columns: scores, samples=2)

@@ -75,6 +75,7 @@ def test_sft_adapter_of_any_kind_is_the_reference_trains_and_is_saved(config, tm
     with swap:
         assert (logits(policy) - truth).abs().max() < 1e-5, "the reference is the adapter as it began"
     dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args())
+    dpo.move_model(tmp_path)
     assert (logits(with_peft(tmp_path / "model")) - logits(policy)).abs().max() < 1e-5
     assert (logits(policy) - truth).abs().max() > 1e-2
 

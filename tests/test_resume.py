@@ -299,15 +299,16 @@ def test_a_reward_that_raises_saves_the_steps_before_it_and_the_same_command_goe
     same_as_whole("rloo", tmp_path / "out")
 
 
-def test_a_disk_that_is_full_between_the_two_log_files_leaves_the_step_in_none(
-        flags_of, same_as_whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MemoryError()], ids=repr)
+def test_an_error_between_the_two_log_files_leaves_the_step_in_none(
+        error, flags_of, same_as_whole, tmp_path, monkeypatch):
     class FullDisk:
         def __str__(self):
-            raise OSError(28, "No space left on device")
+            raise error
 
     def write(self, values, lines, original=rloo.Log.write):
         original(self, values, [FullDisk()] if values["step"] == 2 else lines)
-    with monkeypatch.context() as patch, pytest.raises(OSError):
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
         patch.setattr(rloo.Log, "write", write)
         start("rloo", flags_of("rloo", tmp_path / "out"))
     assert len((tmp_path / "out/metrics.jsonl").read_text().splitlines()) == 2  # steps 0 and 1
@@ -402,6 +403,22 @@ def test_another_chat_template_or_generation_config_is_refused(flags_of, copied,
     (model / "generation_config.json").write_text('{"eos_token_id": [3, 4, 5]}')
     with pytest.raises(BadInput, match="settings of --model"):
         start("dpo", flags_of("dpo", copied, model=str(model)))
+    same, other = dpo.Args(model=MODEL), {"model": str(model)}
+    before = dpo.identify(same, [], other)
+    (model / "templates").mkdir()
+    (model / "templates/x.jinja").write_text("x")
+    assert before["settings of --model"] != dpo.identify(same, [], other)["settings of --model"]
+
+
+def test_another_generation_config_of_an_adapters_base_is_another_run(tmp_path):
+    model, adapter = shutil.copytree(MODEL, tmp_path / "model"), tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(model)}))
+    shutil.copy(model / "model.safetensors", adapter / "adapter_model.safetensors")
+    before = dpo.identify(dpo.Args(model=MODEL), [], {"model": str(adapter)})
+    (model / "generation_config.json").write_text('{"eos_token_id": [3, 4, 5]}')
+    after = dpo.identify(dpo.Args(model=MODEL), [], {"model": str(adapter)})
+    assert [name for name in before if before[name] != after[name]] == ["settings of --model"]
 
 
 def test_another_code_of_the_reward_is_said(flags_of, whole, tmp_path, capsys):
@@ -423,6 +440,29 @@ def test_logs_without_a_checkpoint_are_replaced_and_that_is_said(flags_of, tmp_p
     assert "is replaced" not in capsys.readouterr().out
     start("dpo", flags_of("dpo", tmp_path / "out", steps=0, seed=5))
     assert "metrics.jsonl is replaced: that run has no checkpoint" in capsys.readouterr().out
+
+
+def test_what_appears_in_the_model_folder_during_a_run_is_not_deleted(flags_of, tmp_path, same_as_whole):
+    out = tmp_path / "out"
+    def write(self, values, lines, original=dpo.Log.write):
+        original(self, values, lines)
+        (out / "model").mkdir(exist_ok=True)
+        (out / "model/precious").write_text("precious")
+    for _ in range(2):
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="model"):
+            patch.setattr(dpo.Log, "write", write)
+            start("dpo", flags_of("dpo", out))
+    assert (out / "model/precious").read_text() == "precious"
+    shutil.rmtree(out / "model")
+    same_as_whole("dpo", out)
+
+
+def test_a_model_with_several_chat_templates_is_saved(flags_of, tmp_path):
+    model = shutil.copytree(MODEL, tmp_path / "several")
+    (model / "additional_chat_templates").mkdir()
+    shutil.copy(model / "chat_template.jinja", model / "additional_chat_templates/plain.jinja")
+    start("dpo", flags_of("dpo", tmp_path / "out", model=str(model), steps=1))
+    assert (tmp_path / "out/model/additional_chat_templates/plain.jinja").exists()
 
 
 def test_a_finished_run_without_its_model_is_not_called_finished(flags_of, whole, tmp_path):
