@@ -212,7 +212,9 @@ def read_rows(source: str) -> list[tuple[str, dict]]:
             file = pyarrow.parquet.ParquetFile(source)
             names = file.schema_arrow.names
             refuse(len({*names}) < len(names), "two columns have one name", ValueError)
-            unpacked = sum(file.metadata.row_group(n).total_byte_size for n in range(file.num_row_groups))
+            parts = [file.metadata.row_group(n) for n in range(file.num_row_groups)]
+            values = sum(part.column(n).num_values for part in parts for n in range(part.num_columns))
+            unpacked = sum(part.total_byte_size for part in parts) + 100 * values
             refuse(unpacked > most, "it unpacks to much more than its size", ValueError)
             for batch in file.iter_batches(64):
                 most -= batch.nbytes + 100 * batch.num_rows
@@ -299,6 +301,7 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
     """[(prompt ids, [answer ids, ..], row), ..] of the rows that fit; parse(row, where) gives a prompt and its answers.
     Says what it left out and why. The prompt/answer boundary is part of the cache's key: it is set only here."""
     rows, kept, notes, ints = read_rows(source), [], {}, {}
+    longest = 4 * max_length * max(map(len, tokenizer.get_vocab()))  # in characters; 4: texts may be normalized
     if "strftime_now" in f"{tokenizer.chat_template}{args.chat_template_kwargs}":
         print(f"the chat template names today's date: here it is always {TODAY:%d %B %Y}")
     lacking = [where for where, row in rows if "prompt" not in row]
@@ -316,6 +319,9 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
             refuse(repeats and all(repeats) and len(asked) > 20, "the answers begin with the prompt", Skip)
             if any(repeats):
                 notes.setdefault("with an answer that begins with the prompt", []).append(where)
+            texts = [[{"content": text}] if isinstance(text, str) else text for text in (prompt, *answers)]
+            if sum(len(message["content"]) for text in texts for message in text) > longest:  # too long to tokenize
+                raise Skip(f"longer than {max_length} tokens")
             if "prompt" not in row:
                 notes.setdefault("without a column prompt: it is what the answers have in common", []).append(where)
             front, ids = tokenize(tokenizer, prompt, answers, args, where)
@@ -893,6 +899,9 @@ def save_checkpoint(out: Path, step: int, identity: dict, pending=(), **objects)
     if processes()[0]:
         return
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    owners = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():  # save_file refuses tensors that share memory
+        tensors[name] = tensor if owners[tensor.untyped_storage().data_ptr()] == name else tensor.clone()
     sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
     run = json.dumps(dict(step=step, identity=identity, sizes=sizes, pending=pending), default=str)
     metadata = {"run": run, "sha256": checksum(run, tensors)}
@@ -952,6 +961,7 @@ def restore(out: Path, state: dict, **objects):
                 for i in {int(key.split(".")[0]) for key in saved}:
                     slots = {slot: saved[f"{i}.{slot}"] for slot in ("step", "exp_avg", "exp_avg_sq")}
                     wrong = [x.shape for x in slots.values()] != [(), params[i].shape, params[i].shape]
+                    wrong = wrong or i < 0 or any(x.dtype != torch.float32 for x in slots.values())
                     refuse(wrong, "its optimizer has other shapes", ValueError)
                     fresh["state"][i] = {s: x if s == "step" else part_of(x, params[i]) for s, x in slots.items()}
                 thing.load_state_dict(fresh)

@@ -502,6 +502,33 @@ def test_a_parquet_page_that_unpacks_to_much_more_than_its_size_is_not_read(load
         load(tmp_path / "rows.parquet")
 
 
+@pytest.mark.parametrize("kind", ["list of nulls", "list of booleans", "null columns"])
+def test_values_that_take_no_room_in_parquet_count_too(load, tmp_path, kind, monkeypatch):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {name: ["x"] for name in TEXT}
+    if kind == "null columns":
+        columns = {name: x * 1000 for name, x in columns.items()} | {f"c{n}": arrow.nulls(1000) for n in range(200)}
+    else:
+        x = arrow.nulls(2 * 10**5) if kind == "list of nulls" else arrow.array([False] * 2 * 10**5)
+        columns["x"] = arrow.ListArray.from_arrays(arrow.array([0, len(x)], arrow.int32()), x)
+    parquet.write_table(arrow.table(columns), tmp_path / "rows.parquet", compression="zstd")
+    monkeypatch.setattr(dpo, "SMALL", 2**10)
+    monkeypatch.setattr(parquet.ParquetFile, "iter_batches", None)
+    assert (tmp_path / "rows.parquet").stat().st_size < 2**17
+    with pytest.raises(BadInput, match="much more than its size"):
+        load(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("row", [dict(TEXT, prompt="a " * 10**6), dict(CHATS[0], chosen=said("a " * 10**6))])
+def test_a_text_that_can_never_fit_is_dropped_before_it_is_tokenized(load, capsys, row, monkeypatch):
+    def tokenize(tokenizer, prompt, answers, *more, original=dpo.tokenize):
+        assert len(str(prompt)) + len(str(answers)) < 10**6
+        return original(tokenizer, prompt, answers, *more)
+    monkeypatch.setattr(dpo, "tokenize", tokenize)
+    assert len(load([TEXT if isinstance(row["prompt"], str) else CHATS[1], row])) == 1
+    assert "1 dropped: longer than 1024 tokens" in capsys.readouterr().out
+
+
 def test_a_name_that_is_no_file_is_refused_at_once_if_no_hub_answers(load, monkeypatch):
     pytest.importorskip("datasets")
     hub = importlib.import_module("huggingface_hub")

@@ -607,6 +607,9 @@ DAMAGES = {
     "an optimizer tensor of another shape": change_first("exp_avg$", lambda x: torch.zeros(3, 4)),
     "an optimizer tensor of one number": change_first("exp_avg_sq$", lambda x: torch.zeros(())),
     "an optimizer tensor of one element": change_first("exp_avg_sq$", lambda x: torch.zeros(1)),
+    "an optimizer tensor of another dtype": change_first("exp_avg_sq$", lambda x: x.half()),
+    "an optimizer of a tensor before the first": change_tensors(lambda tensors: tensors | {
+        name.replace("optimizer.0.", "optimizer.-1."): x.clone() for name, x in tensors.items() if "optimizer.0." in name}),
     "an optimizer tensor transposed": change_first("exp_avg_sq$", lambda x: x.T.contiguous()),
     "a step of two numbers": change_first("step$", lambda x: torch.zeros(2)),
     "an optimizer of a tensor too many": change_tensors(lambda tensors: tensors | {
@@ -662,6 +665,21 @@ def test_the_weights_of_a_checkpoint_are_those_of_the_policy(stopped):
     loaded = model.load_state_dict(weights, strict=False)
     assert not loaded.unexpected_keys and {*loaded.missing_keys} <= {"lm_head.weight"}
     assert any((model.state_dict()[name] != x).any() for name, x in before.items())
+
+
+def test_tensors_that_share_memory_are_saved_and_restored(tmp_path):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    model, x = torch.nn.Linear(3, 2), torch.arange(6.0).view(2, 3)
+    for name, buffer in (("one", x), ("two", x), ("row", x[1]), ("empty", x[:0]), ("turned", x.T)):
+        model.register_buffer(name, buffer)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    dpo.save_checkpoint(tmp_path, 2, {}, policy=model)
+    other = torch.nn.Linear(3, 2)
+    for name in ("one", "two", "row", "empty", "turned"):
+        other.register_buffer(name, torch.zeros_like(before[name]))
+    dpo.restore(tmp_path, dpo.read_checkpoint(tmp_path, {}), policy=other)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
 def test_a_checkpoint_holds_what_trains_and_tied_weights_once():
