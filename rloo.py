@@ -930,7 +930,8 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
         refuse(wrong, "its step or sizes are invalid", ValueError)
         values, lines = state["pending"] or ({"step": state["step"]}, [])
         wrong = type(values["step"]) is not int or values["step"] != state["step"] or type(lines) is not list
-        wrong = wrong or any(type(value) not in (int, float) or abs(value) > 1e300 for value in values.values())
+        for value in values.values():
+            wrong = wrong or type(value) not in (int, float) or 1e300 < abs(value) < math.inf
         refuse(wrong, "its pending line is invalid", ValueError)
         for name, mine in json.loads(json.dumps(identity, default=str)).items():
             theirs = state["identity"].get(name)
