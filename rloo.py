@@ -80,7 +80,7 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_dropout: float = 0.0  # dropout in the adapter while training
+    lora_dropout: float = 0.0  # in the adapter while training; its masks change with --tokens_per_forward
     lora_target: str = "all-linear"  # layer names, comma-separated
     merge: bool = False  # save the whole model, with the adapter merged
 
@@ -493,6 +493,10 @@ def load_model(folder: str, device: str, args, trains: bool = False):
                 for module in model.modules():  # init again in float32: peft used the model's dtype
                     if hasattr(module, "reset_lora_parameters"):
                         module.reset_lora_parameters("default", True)
+            ends = base_model(model).get_input_embeddings(), base_model(model).get_output_embeddings()
+            tied = ends[0].weight is ends[1].weight and any(hasattr(end, "lora_A") for end in ends)
+            refuse(args.merge and tied, "--merge would add an adapter of the embeddings to the head, or the reverse, "
+                   "because this model ties them: leave out --merge, or train other layers")
     if dist.is_initialized():  # before float(): until then the weights are memory-mapped
         n, whole = processes()[1], args.parallel == "ddp"
         shape, names = ((n, 1), ("copies", "parts")) if whole else ((n,), ("parts",))
@@ -704,7 +708,7 @@ def load_rewards(rewards: tuple, folders: dict, device: str, args: Args) -> list
     names, weights = [name for name, _ in named], args.reward_weights or [1.0] * len(named)
     refuse(not names, "there is no reward: give --reward FILE.py:FUNCTION or --reward_model")
     refuse(len({*names}) < len(names), f"two rewards share a name ({', '.join(names)}): rename a function")
-    wrong = len(weights) != len(names) or not any(weights) or math.isnan(sum(weights))
+    wrong = len(weights) != len(names) or not any(weights) or not math.isfinite(sum(weights))
     refuse(wrong, f"--reward_weights must be {len(names)} numbers, not all of them 0")
     return [(name, function, weight) for (name, function), weight in zip(named, weights)]
 
@@ -838,18 +842,19 @@ def lock_folder(out: Path, inputs: list):
     with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
         str(out).encode()  # safetensors takes only UTF-8
         out.mkdir(parents=True, exist_ok=True)
-        new = processes()[0] == 0 and not (out / ".lock").exists() and not (out / CHECKPOINT).exists()
+        new = processes()[0] == 0 and not (out / ".run.lock").exists() and not (out / CHECKPOINT).exists()
         for name in (CHECKPOINT, METRICS, SAMPLES, "args.json", ".checkpoint", ".model"):
             path, is_ours = out / name, Path.is_dir if name in (".checkpoint", ".model") else Path.is_file
             wrong = path.is_symlink() or path.exists() and (new or not is_ours(path))
             refuse(wrong, f"{path} is there already, but not from a run: name another --out")
-        return FileLock(out / ".lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
+        return FileLock(out / ".run.lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
 
 
 def identify(args, rows: list, folders: dict[str, str]) -> dict:
     """What must be equal for a bitwise-equal resume: flags, rows, weights."""
     digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # compared by content, not by path
     speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard", "parallel"}
+    speed -= {"tokens_per_forward", "parallel"} if args.lora_dropout else set()  # its masks depend on these
     longer = args.schedule == "constant" and args.save_dtype == "float32"  # else the last step rounds the weights
     may_differ = speed | ({"steps", "epochs"} if longer else set())
     flags = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
@@ -860,7 +865,8 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
         texts = [file.read_bytes() for file in files if file.is_file()]
         models[f"settings of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
     for name in {"score", "reward"} & flags.keys():
-        places = re.findall(r"([^'\"]+\.py):(\w+)", str(flags[name]))
+        specs = [flags[name]] if isinstance(flags[name], str) else flags[name] or ()
+        places = [spec.rsplit(":", 1) for spec in specs]
         with refusing(f"cannot read --{name}"):
             texts = [Path(os.path.expanduser(file)).read_bytes() for file, _ in places]
         flags[name] = [f"{Path(file).name}:{function}" for file, function in places]

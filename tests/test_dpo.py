@@ -130,7 +130,7 @@ def test_step_0_is_ln_2(first):
 
 def test_files_of_a_finished_run(first):
     cache = {"reference_logprobs.pkl", "reference_logprobs.pkl.lock"}
-    names = {"model", "metrics.jsonl", "samples.jsonl", "args.json", "checkpoint.safetensors", ".lock"} | cache
+    names = {"model", "metrics.jsonl", "samples.jsonl", "args.json", "checkpoint.safetensors", ".run.lock"} | cache
     assert {file.name for file in first.out.iterdir()} == names
     assert [json.loads(line) for line in open(first.out / "metrics.jsonl")] == first.history
     assert [values["step"] for values in first.history] == [0, 1, 2, 3]
@@ -588,7 +588,7 @@ def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(ar
         assert not Path(args.out).exists()
 
 
-@pytest.mark.parametrize("name", ["model", "model/cache.pkl", ".model/x.pkl", ".lock", ".checkpoint/x.pkl"])
+@pytest.mark.parametrize("name", ["model", "model/cache.pkl", ".model/x.pkl", ".run.lock", ".checkpoint/x.pkl"])
 def test_a_cache_where_a_run_writes_and_deletes_is_refused(arguments, name):
     args = arguments()
     with pytest.raises(BadInput, match="--ref_cache .* another output"):
@@ -637,7 +637,7 @@ def test_files_of_somebody_else_in_the_output_folder_are_refused_and_stay(argume
     (theirs / "file").write_text("precious")
     if kind == "link":
         (out / name).symlink_to(theirs if name == ".model" else theirs / "file")
-        (out / ".lock").touch()  # also if a run has been here
+        (out / ".run.lock").touch()  # also if a run has been here
     elif kind == "fifo":
         os.mkfifo(out / name)
     elif name == ".model":

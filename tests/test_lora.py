@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import build
 from runs import (  # noqa: F401
-    BOTH, FOLDER, GROUPS, LORA, TOKENIZER, adapt, distance, load, logits, logprobs, run, same, save, resolve_args, tiny)
+    BOTH, FOLDER, GROUPS, LORA, TINY, TOKENIZER, adapt, distance, load, logits, logprobs, run, same, save, resolve_args,
+    tiny)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -78,6 +80,20 @@ def test_sft_adapter_of_any_kind_is_the_reference_trains_and_is_saved(config, tm
     dpo.move_model(tmp_path)
     assert (logits(with_peft(tmp_path / "model")) - logits(policy)).abs().max() < 1e-5
     assert (logits(policy) - truth).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("target, tied, refused", [
+    ("lm_head", True, True), ("embed_tokens,q_proj", True, True), ("q_proj", True, False), ("lm_head", False, False)])
+def test_merging_into_tied_embeddings_is_refused(target, tied, refused, tmp_path):
+    """peft would add the head's adapter to the weights that the embeddings share."""
+    folder = save(build("llama", dict(TINY, tie_word_embeddings=tied), 0), f"tied {tied}")
+    flags = dict(lora_r=2, lora_target=target, merge=True)
+    if refused:
+        with pytest.raises(BadInput, match="because this model ties them"):
+            load(folder, trains=True, **flags)
+        load(folder, trains=True, **flags | dict(merge=False))
+    else:
+        load(folder, trains=True, **flags)
 
 
 def test_cache_of_an_adapter_is_refused_for_another_one_and_for_another_base(run):

@@ -94,7 +94,7 @@ def files_of(out):
     """The results of a finished run. There must be no other files beside them."""
     out = Path(out)
     names = {path.name for path in out.iterdir()} - {"reference_logprobs.pkl", "reference_logprobs.pkl.lock"}
-    assert names == {"model", "metrics.jsonl", "samples.jsonl", "args.json", "checkpoint.safetensors", ".lock"}
+    assert names == {"model", "metrics.jsonl", "samples.jsonl", "args.json", "checkpoint.safetensors", ".run.lock"}
     results = [out / "metrics.jsonl", out / "samples.jsonl", *sorted((out / "model").iterdir())]
     return {path.name: path.read_bytes() for path in results}
 
@@ -217,7 +217,7 @@ def test_a_moved_folder_without_its_reference_cache_resumes_with_the_same_bits(c
 
 def test_a_finished_run_says_so_and_does_nothing(flags_of, whole, monkeypatch, capsys):
     def times():
-        return {path: path.stat().st_mtime_ns for path in whole("dpo").rglob("*") if path.name != ".lock"}
+        return {path: path.stat().st_mtime_ns for path in whole("dpo").rglob("*") if path.name != ".run.lock"}
     before = times()
     monkeypatch.setattr(dpo, "load_model", None)
     history = start("dpo", flags_of("dpo", whole("dpo")))
@@ -315,17 +315,25 @@ def test_an_error_between_the_two_log_files_leaves_the_step_in_none(
     same_as_whole("rloo", tmp_path / "out")
 
 
-@pytest.mark.slow
-def test_a_kill_between_the_model_and_the_last_checkpoint_is_harmless(flags_of, same_as_whole, tmp_path, monkeypatch):
+@pytest.mark.parametrize("place", ["the last checkpoint", "move_model"])
+def test_a_kill_while_the_run_is_finished_is_harmless(place, flags_of, same_as_whole, tmp_path, monkeypatch):
+    """The model is written to .model, the last checkpoint says that the run is finished, .model becomes model."""
     def save_checkpoint(out, step, identity, original=dpo.save_checkpoint, **objects):
         if not objects:
             raise KeyboardInterrupt  # nothing catches it, as nothing catches a kill
         original(out, step, identity, **objects)
+
+    def move_model(out):
+        raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(dpo, "save_checkpoint", save_checkpoint)
+        if place == "move_model":
+            patch.setattr(dpo, "move_model", move_model)
+        else:
+            patch.setattr(dpo, "save_checkpoint", save_checkpoint)
         start("dpo", flags_of("dpo", tmp_path / "out"))
-    assert (tmp_path / "out/model").exists()
+    assert (tmp_path / "out/.model").exists() and not (tmp_path / "out/model").exists()
     same_as_whole("dpo", tmp_path / "out")
+    assert not (tmp_path / "out/.model").exists()
 
 
 # ---- Identity -------------------------------------------------------------------------------------------------------
@@ -419,6 +427,20 @@ def test_another_generation_config_of_an_adapters_base_is_another_run(tmp_path):
     (model / "generation_config.json").write_text('{"eos_token_id": [3, 4, 5]}')
     after = dpo.identify(dpo.Args(model=MODEL), [], {"model": str(adapter)})
     assert [name for name in before if before[name] != after[name]] == ["settings of --model"]
+
+
+def test_with_lora_dropout_the_size_of_forwards_is_part_of_the_run():
+    """The masks depend on what lies in one forward."""
+    for dropout in (0.0, 0.1):
+        mine = dpo.identify(dpo.Args(model=MODEL, lora_r=2, lora_dropout=dropout), [], {})
+        assert ("tokens_per_forward" in mine) == ("parallel" in mine) == bool(dropout)
+
+
+def test_a_score_in_a_folder_with_an_apostrophe_is_found(tmp_path):
+    (tmp_path / "bob's").mkdir()
+    (tmp_path / "bob's/score.py").write_text("")
+    for score in (f"{tmp_path}/bob's/score.py:f", None):
+        assert dpo.identify(dpo.Args(model=MODEL, score=score), [], {})["score"] == (["score.py:f"] if score else [])
 
 
 def test_another_code_of_the_reward_is_said(flags_of, whole, tmp_path, capsys):
@@ -609,7 +631,8 @@ DAMAGES = {
     "an optimizer tensor of one element": change_first("exp_avg_sq$", lambda x: torch.zeros(1)),
     "an optimizer tensor of another dtype": change_first("exp_avg_sq$", lambda x: x.half()),
     "an optimizer of a tensor before the first": change_tensors(lambda tensors: tensors | {
-        name.replace("optimizer.0.", "optimizer.-1."): x.clone() for name, x in tensors.items() if "optimizer.0." in name}),
+        name.replace("optimizer.0.", "optimizer.-1."): x.clone()
+        for name, x in tensors.items() if "optimizer.0." in name}),
     "an optimizer tensor transposed": change_first("exp_avg_sq$", lambda x: x.T.contiguous()),
     "a step of two numbers": change_first("step$", lambda x: torch.zeros(2)),
     "an optimizer of a tensor too many": change_tensors(lambda tensors: tensors | {
@@ -911,7 +934,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(name, limit, flags_of, sa
     sentence = (tmp_path / "out.error").read_text().splitlines()[-1]
     assert "File too large" in sentence and sentence.startswith(f"{RUNS[name][0]}.py: ")
     assert "Traceback" not in (tmp_path / "out.error").read_text()
-    assert {path.name for path in (tmp_path / "out").glob(".*")} <= {".lock", ".checkpoint"}
+    assert {path.name for path in (tmp_path / "out").glob(".*")} <= {".run.lock", ".checkpoint"}
     assert not [*(tmp_path / "out").glob(".checkpoint/*")]
     same_as_whole(name, tmp_path / "out")
 

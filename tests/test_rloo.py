@@ -520,6 +520,7 @@ BROKEN = "broken.py:broken"
     (dict(reward=("broken.py:other",)), "broken.py:other"), (dict(reward=("no.py:f",)), "no.py:f"),
     (dict(reward=(BROKEN, BROKEN)), "broken"), (dict(reward_weights=(1.0, 2.0)), "--reward_weights"),
     (dict(reward_weights=(0.0,)), "--reward_weights"), (dict(reward_weights=(NAN,)), "--reward_weights"),
+    (dict(reward_weights=(math.inf,)), "--reward_weights"),
     (dict(reward_clip=(1.0, -1.0)), "--reward_clip"), (dict(reward_clip=(NAN, 1.0)), "--reward_clip"),
     (dict(temperature=0.0), "--temperature"), (dict(temperature=NAN), "--temperature"), (dict(top_p=2.0), "--top_p"),
     (dict(top_p=0.0), "--top_p"), (dict(top_k=-1), "--top_k"), (dict(beta=-1.0), "--beta"), (dict(beta=NAN), "--beta"),
