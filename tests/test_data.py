@@ -482,8 +482,9 @@ def test_two_columns_of_one_name_are_refused(load, tmp_path, name):
 
 
 @pytest.mark.parametrize("name, data", [
-    ("rows.json.gz", gzip.compress(b"[" + b"{}," * 12000 + b"{}]")),  # 64 bytes per object
-    ("rows.csv", b"a," * 5000 + b"a\n" + b"x\n" * 5000)], ids=["objects", "header"])  # a dict of 5000 keys per row
+    ("rows.json.gz", gzip.compress(b"[" + b"{}," * 8000 + b"{}]")),  # 64 bytes per object
+    ("rows.jsonl.gz", gzip.compress(b'{"a": [' + b"1e1," * 12000 + b"1]}")),  # 32 bytes per number
+    ("rows.csv", b"a," * 5000 + b"a\n" + b"x\n" * 5000)], ids=["objects", "numbers", "header"])  # a dict of 5000 keys per row
 def test_objects_count_towards_the_unpacked_size(load, tmp_path, name, data, monkeypatch):
     monkeypatch.setattr(dpo, "SMALL", 2**20)
     data = data.replace(b"a,", b"%d,") % tuple(range(5000)) if name == "rows.csv" else data

@@ -3,6 +3,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import weakref
@@ -655,6 +656,31 @@ def test_values_that_are_no_json_are_written_as_text(tmp_path):
     log = dpo.Log(tmp_path, False)
     log.write({"step": 0}, [{"prompt": [{"role": "user", "content": "x", "time": datetime(2024, 1, 1)}]}])
     assert "2024-01-01 00:00:00" in (tmp_path / "samples.jsonl").read_text()
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "1" + "0" * 400, "NaN"])
+def test_numbers_that_no_run_logs_are_refused(tmp_path, number):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": ' + number + "}\n")
+    with pytest.raises(BadInput, match="metrics.jsonl is damaged"):
+        dpo.Log(tmp_path, False)
+
+
+def test_tensorboard_gets_every_value_and_its_error_leaves_the_step_out_of_the_logs(tmp_path):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).touch()
+    log, seen = dpo.Log(tmp_path, False), []
+    log.board = SimpleNamespace(add_scalar=lambda *values: seen.append(values))
+    log.write({"step": 1, "loss": 0.5}, [])
+    assert ("loss", 0.5, 1) in seen
+    log.board.add_scalar = lambda *values: (_ for _ in ()).throw(OSError("the disk is full"))
+    with pytest.raises(OSError):
+        log.write({"step": 2, "loss": 0.4}, [])
+    assert [line["step"] for line in dpo.read_lines(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_a_run_without_held_out_rows_prints_no_empty_evaluation(run, capsys):
+    run(eval_data=None, eval_size=0, steps=1)
+    assert not re.search(r"^step \d+: *$", capsys.readouterr().out, re.M)
 
 
 def test_a_name_with_gloo_in_it_is_no_end_of_another_process(monkeypatch, capsys):

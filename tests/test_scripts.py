@@ -126,6 +126,14 @@ def test_help_answers_without_importing_torch(help_of, script):
     assert SCRIPTS[script].__doc__.splitlines()[0] in text
 
 
+@pytest.mark.parametrize("flags", ["--lr 1 --lr=2", "--lora-r 2 --lora_r 3", "--merge --no-merge"])
+def test_a_flag_that_is_given_twice_is_refused(flags):
+    """tyro would take the last."""
+    done = subprocess.run([sys.executable, "dpo.py", *flags.split()], cwd=ROOT, capture_output=True, text=True)
+    flag = "--" + flags.split()[0][2:].replace("-", "_")
+    assert done.returncode == 2 and done.stderr == f"dpo.py: {flag} is given twice: put all values after one {flag}\n"
+
+
 @pytest.mark.slow
 @EACH
 def test_help_answers_in_two_seconds(script):
