@@ -814,10 +814,9 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
         models[f"settings of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
     for name in {"score", "reward"} & flags.keys():
         specs = [flags[name]] if isinstance(flags[name], str) else flags[name] or ()
-        places = [spec.rsplit(":", 1) for spec in specs]
         with refusing(f"cannot read --{name}"):
-            texts = [Path(os.path.expanduser(file)).read_bytes() for file, _ in places]
-        flags[name] = [f"{Path(file).name}:{function}" for file, function in places]
+            texts = [Path(os.path.expanduser(spec.rsplit(":", 1)[0])).read_bytes() for spec in specs]
+        flags[name] = [Path(spec).name for spec in specs]
         flags[f"code of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
     digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
     mine = {**flags, **models, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
