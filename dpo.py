@@ -631,6 +631,7 @@ def save_model(model, tokenizer, out: Path, args):
 def move_model(out: Path):
     """out/.model -> out/model, once the last checkpoint says that the run is finished."""
     if processes()[0] == 0:
+        shutil.rmtree(out / ".checkpoint", ignore_errors=True)  # a kill may have left it
         if (out / ".model").exists():
             os.replace(out / ".model", out / "model")  # an error if something else has put files there
         refuse(not (out / "model").exists(), f"{out} holds this run, finished, but its model is gone: delete it")

@@ -315,7 +315,7 @@ def test_an_error_between_the_two_log_files_leaves_the_step_in_none(
     same_as_whole("rloo", tmp_path / "out")
 
 
-@pytest.mark.parametrize("place", ["the last checkpoint", "move_model"])
+@pytest.mark.parametrize("place", ["the last checkpoint", "rmdir", "move_model"])
 def test_a_kill_while_the_run_is_finished_is_harmless(place, flags_of, same_as_whole, tmp_path, monkeypatch):
     """The model is written to .model, the last checkpoint says that the run is finished, .model becomes model."""
     def save_checkpoint(out, step, identity, original=dpo.save_checkpoint, **objects):
@@ -323,11 +323,18 @@ def test_a_kill_while_the_run_is_finished_is_harmless(place, flags_of, same_as_w
             raise KeyboardInterrupt  # nothing catches it, as nothing catches a kill
         original(out, step, identity, **objects)
 
+    def rmdir(path, original=os.rmdir, **more):
+        if str(path).endswith(".checkpoint") and (tmp_path / "out/.model").exists():
+            raise KeyboardInterrupt
+        original(path, **more)
+
     def move_model(out):
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         if place == "move_model":
             patch.setattr(dpo, "move_model", move_model)
+        elif place == "rmdir":
+            patch.setattr(os, "rmdir", rmdir)
         else:
             patch.setattr(dpo, "save_checkpoint", save_checkpoint)
         start("dpo", flags_of("dpo", tmp_path / "out"))
