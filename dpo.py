@@ -146,7 +146,7 @@ from typeguard import CollectionCheckStrategy, check_type  # noqa: E402  comes w
 from refcache import (  # noqa: E402
     BadInput, ReferenceCache, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
     completion_logprobs, context_length, eval_mode, full_tensor, log_ratios, micro_batches, one_line, out_of_memory,
-    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, tokenizer_digest)
+    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, to_device, tokenizer_digest)
 
 # ---- The loss -------------------------------------------------------------------------------------------------------
 
@@ -589,7 +589,7 @@ def load_model(folder: str, device: str, args, trains: bool = False):
         n, whole = processes()[1], args.parallel == "ddp"
         shape, names = ((n, 1), ("copies", "parts")) if whole else ((n,), ("parts",))
         shard(model, dist.init_device_mesh(device, shape, mesh_dim_names=names), args.dtype)
-    model = model.float().eval().to(device)
+    model = model.eval().to(device).float()  # in this order: a copy in float32 never fills the CPU
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
             module.train()  # the only dropout; eval_mode turns it off outside training steps
@@ -1056,8 +1056,8 @@ def measure(policy, rows: list[Row], known, args: Args) -> Batch:
     logps = completion_logprobs(policy, pairs, args.tokens_per_forward, args.dtype)  # per pair [(|y_w|,), (|y_l|,)]
     ratios = log_ratios(logps, pairs, known, args.humanline)
     logps, ratios = (pad_sequence([y for pair in x for y in pair], True) for x in (logps, ratios))  # (2B, T)
-    sizes = torch.tensor([[len(row.chosen), len(row.rejected)] for row in rows], device=logps.device)  # (B, 2)
-    scores = torch.tensor([[row.score_w, row.score_l] for row in rows], device=logps.device)
+    sizes = to_device(torch.tensor([[len(row.chosen), len(row.rejected)] for row in rows]), logps.device)  # (B, 2)
+    scores = to_device(torch.tensor([[row.score_w, row.score_l] for row in rows]), logps.device)
     low, high = args.humanline or (-math.inf, math.inf)
     clamped = ((ratios <= low) | (ratios >= high)).sum(1).view(-1, 2).sum(1)  # (B,)
     shorter = sizes.min(dim=1, keepdim=True).values.repeat_interleave(2, 0)  # (2B, 1); LD-DPO, arXiv:2409.06411
@@ -1075,7 +1075,7 @@ def backward(policy, rows: list[Row], known, args: Args) -> Batch:
     for micro in micros:
         places = micro or [0]  # an empty micro-batch: FSDP needs equally many forwards in all processes
         batch = measure(policy, [rows[i] for i in places], known, args)
-        index = torch.tensor(places, device=policy.device)
+        index = to_device(torch.tensor(places), policy.device)
         seen = Batch(*(x.index_copy(0, index, y) for x, y in zip(others, batch))) if others else batch
         loss = objective(seen, args).sum() / len(rows)
         (loss * bool(micro)).backward()

@@ -142,7 +142,7 @@ from typeguard import CollectionCheckStrategy, check_type  # noqa: E402  comes w
 from refcache import (  # noqa: E402
     BadInput, ReferenceCache, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
     completion_logprobs, context_length, eval_mode, full_tensor, log_ratios, micro_batches, one_line, out_of_memory,
-    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, tokenizer_digest)
+    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, to_device, tokenizer_digest)
 
 # ---- The loss -------------------------------------------------------------------------------------------------------
 
@@ -604,7 +604,7 @@ def load_model(folder: str, device: str, args, trains: bool = False):
         n, whole = processes()[1], args.parallel == "ddp"
         shape, names = ((n, 1), ("copies", "parts")) if whole else ((n,), ("parts",))
         shard(model, dist.init_device_mesh(device, shape, mesh_dim_names=names), args.dtype)
-    model = model.float().eval().to(device)
+    model = model.eval().to(device).float()  # in this order: a copy in float32 never fills the CPU
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
             module.train()  # the only dropout; eval_mode turns it off outside training steps
@@ -1071,8 +1071,8 @@ def measure(policy, rows: list[Row], known, args: Args) -> Batch:
     ratios = log_ratios(logps, groups(rows), known, args.humanline)
     logps, ratios = (pad_sequence([y for (y,) in x], True) for x in (logps, ratios))  # (B, T), 0 at the end
     low, high = args.humanline or (-math.inf, math.inf)
-    size = torch.tensor([len(row.completion) for row in rows], device=logps.device)  # (B,)
-    label = torch.tensor([row.label for row in rows], device=logps.device)
+    size = to_device(torch.tensor([len(row.completion) for row in rows]), logps.device)  # (B,)
+    label = to_device(torch.tensor([row.label for row in rows]), logps.device)
     unclamped = 1 - ((ratios <= low) | (ratios >= high)).sum(1) / size
     return Batch(logps.sum(1), ratios.sum(1), label, size.float(), unclamped)
 

@@ -42,7 +42,7 @@ Ragged = list[list[torch.Tensor]]  # for each group, for each completion: (len(c
 HEAD_BYTES = 2**27  # of float32 logits in memory at a time: 220 completion tokens at V = 151,936
 HEADS: WeakKeyDictionary = WeakKeyDictionary()  # model -> (factor, softcap) between its output head and its logits
 SHARED = "sdpa_shared_prompt"  # with "sdpa" in its name, transformers rejects it for models without sdpa
-sdpa = AttentionInterface()["sdpa"]
+sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
 
 
 class BadInput(ValueError):
@@ -84,6 +84,13 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
     return torch.cat(outputs, dim=1), None
 
 
+def shared_prompt_mask(*args, attention_mask=None, **kwargs):
+    """transformers' mask. It need not look for zeros in the ones of lay_out_shared, known by their stride of 0: a CPU
+    would wait for the GPU in every forward."""
+    ones = attention_mask is not None and attention_mask.stride(-1) == 0
+    return sdpa_mask(*args, attention_mask=None if ones else attention_mask, **kwargs)
+
+
 def one_kernel_serves(query, value) -> bool:
     """Whether one varlen_attn call can serve all spans. On CUDA a loop over spans is bound by kernel launches."""
     size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
@@ -92,7 +99,13 @@ def one_kernel_serves(query, value) -> bool:
 
 
 AttentionInterface.register(SHARED, shared_prompt_attention)
-AttentionMaskInterface.register(SHARED, AttentionMaskInterface()["sdpa"])
+AttentionMaskInterface.register(SHARED, shared_prompt_mask)
+
+
+def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
+    """Copies a CPU tensor. To a GPU without waiting: otherwise the kernels launched so far would have to end first."""
+    on_gpu = torch.device(device).type == "cuda"
+    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
 
 
 def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:
@@ -109,22 +122,24 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
             keys += [*before, *own]
             ends.append((len(row), len(keys)))  # of the span; the first completion simply continues its prompt
     sizes_q, sizes_k = np.diff(ends, axis=0).T.tolist()  # (spans,): on the CPU: no GPU sync
-    cu_seq_q, cu_seq_k = torch.tensor(list(zip(*ends)), dtype=torch.int32, device=device)  # (spans + 1,)
-    keys = torch.tensor(keys, device=device) if len(keys) > len(row) else None  # (T_k,); None: the keys are the row
-    positions, ids = torch.tensor(np.array(row), device=device).T.contiguous()  # (T,); a list of pairs is slow
-    sources, targets = torch.tensor(np.array(scored), device=device).T.contiguous()  # (N,)
+    cu_seq_q, cu_seq_k = to_device(torch.tensor(list(zip(*ends)), dtype=torch.int32), device)  # (spans + 1,)
+    keys = to_device(torch.tensor(keys), device) if len(keys) > len(row) else None  # (T_k,); None: the keys are the row
+    positions, ids = to_device(torch.from_numpy(np.array(row).T.copy()), device)  # (T,); a list of pairs is slow
+    sources, targets = to_device(torch.from_numpy(np.array(scored).T.copy()), device)  # (N,)
     # without an all-ones mask, transformers treats restarting positions as packed sequences and masks the prompts
-    inputs = dict(input_ids=ids[None], position_ids=positions[None], attention_mask=torch.ones_like(ids)[None])
+    ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(row))
+    inputs = dict(input_ids=ids[None], position_ids=positions[None], attention_mask=ones)
     return inputs | dict(spans=None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)), sources, targets
 
 
 def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """The same as an ordinary batch, one right-padded row per completion: exact for every causal model."""
     rows = [(prompt, y) for prompt, completions in groups for y in completions]
-    ids = pad_sequence([torch.tensor(prompt + y) for prompt, y in rows], batch_first=True, padding_value=-1).to(device)
+    ids = [torch.tensor(prompt + y) for prompt, y in rows]
+    ids = to_device(pad_sequence(ids, batch_first=True, padding_value=-1), device)
     scored = [(i * ids.shape[1] + place, token) for i, (prompt, y) in enumerate(rows)
               for place, token in enumerate(y, len(prompt) - 1)]  # the shift by one
-    sources, targets = torch.tensor(np.array(scored), device=device).T.contiguous()
+    sources, targets = to_device(torch.from_numpy(np.array(scored).T.copy()), device)
     return dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long()), sources, targets
 
 
@@ -265,7 +280,7 @@ def log_ratios(logps: Ragged, groups: Groups, known: Mapping | None, clamp: tupl
     ratios = torch.cat([y for completions in logps for y in completions])  # (N,)
     if known is not None:
         reference = np.concatenate([known[prompt, y] for prompt, completions in groups for y in completions])
-        ratios = ratios - torch.from_numpy(reference).to(ratios.device)
+        ratios = ratios - to_device(torch.from_numpy(reference), ratios.device)
     return ragged(ratios.clamp(*clamp) if clamp else ratios, groups)
 
 

@@ -149,7 +149,8 @@ from typeguard import CollectionCheckStrategy, check_type  # noqa: E402  comes w
 from refcache import (  # noqa: E402
     BadInput, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
     completion_logprobs, context_length, eval_mode, full_tensor, log_ratios, micro_batches, one_line, out_of_memory,
-    pack, part_of, processes, reference_logprobs, shard, share_out, share_prompts, shares_prompts, tokenizer_digest)
+    pack, part_of, processes, reference_logprobs, shard, share_out, share_prompts, shares_prompts, to_device,
+    tokenizer_digest)
 
 # ---- The loss -------------------------------------------------------------------------------------------------------
 
@@ -501,7 +502,7 @@ def load_model(folder: str, device: str, args, trains: bool = False):
         n, whole = processes()[1], args.parallel == "ddp"
         shape, names = ((n, 1), ("copies", "parts")) if whole else ((n,), ("parts",))
         shard(model, dist.init_device_mesh(device, shape, mesh_dim_names=names), args.dtype)
-    model = model.float().eval().to(device)
+    model = model.eval().to(device).float()  # in this order: a copy in float32 never fills the CPU
     for name, module in model.named_modules():
         if trains and ".lora_dropout" in name:
             module.train()  # the only dropout; eval_mode turns it off outside training steps
@@ -626,18 +627,19 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, ends: list[int], in_step
     alive = torch.ones(B * k, dtype=torch.bool, device=device)
     tokens, lengths = torch.zeros(B * k, T, dtype=torch.long, device=device), torch.full((B * k,), T, device=device)
     logps, entropies = torch.zeros(2, B * k, T, device=device)
+    ends = torch.tensor(ends, dtype=torch.long, device=device)
     for t in range(T):
         token, logps[rows, t], entropies[rows, t] = draw(logits, u[rows, t], args.temperature, args.top_p, args.top_k)
         tokens[rows, t] = token
-        ended = alive & torch.isin(token, torch.tensor(ends, dtype=torch.long, device=device))
-        lengths[rows[ended]] = t + 1
+        ended = alive & torch.isin(token, ends)
+        lengths[rows] = torch.where(ended, t + 1, lengths[rows])
         alive &= ~ended
-        unfinished = alive.any().item()
+        unfinished = alive.sum().item()  # here, and only here, this loop waits for the GPU
         if t == T - 1 or not (any(all_gather(unfinished)) if in_step else unfinished):
             break
         more = {}
         if expand:
-            if unfinished and alive.sum() <= 0.75 * len(alive):  # removed together: each removal copies the cache
+            if 0 < unfinished <= 0.75 * len(alive):  # removed together: each removal copies the cache
                 stay = alive.nonzero()[:, 0]
                 cache["past_key_values"].batch_select_indices(stay)
                 rows, token, mask, positions, alive = (x[stay] for x in (rows, token, mask, positions, alive))
@@ -1103,17 +1105,18 @@ def backward(policy, groups: list, known, samples: Samples, first: bool, args: A
         if not micro:
             (0 * logp.sum()).backward()
             continue
+        rows = to_device(torch.tensor(micro), logp.device)
         if first:  # the policy has not changed since it sampled: this forward also gives old_logp and KL
             ratio = torch.stack([torch.stack([y.sum() for y in ys]) for ys in log_ratios(logps, batch, known)]).detach()
-            reward = samples.rewards[micro].clamp(*(args.reward_clip or (-math.inf, math.inf)))
-            samples.old_logp[micro], samples.ratio[micro] = logp.detach(), ratio
-            samples.advantages[micro] = leave_one_out(reward - args.beta * ratio)  # R of (2), minus its baseline (1)
-        old_logp, advantages = samples.old_logp[micro], samples.advantages[micro]
+            reward = samples.rewards[rows].clamp(*(args.reward_clip or (-math.inf, math.inf)))
+            samples.old_logp[rows], samples.ratio[rows] = logp.detach(), ratio
+            samples.advantages[rows] = leave_one_out(reward - args.beta * ratio)  # R of (2), minus its baseline (1)
+        old_logp, advantages = samples.old_logp[rows], samples.advantages[rows]
         loss = policy_loss(logp, old_logp, advantages, args.clip_eps)
         (loss.sum() / losses.numel()).backward()  # the mean of (1); samples left out have no gradient
-        losses[micro] = loss.detach()
+        losses[rows] = loss.detach()
         far = (logp - old_logp).detach().exp() - 1
-        clipped[micro] = ((far > args.clip_eps) & (advantages > 0) | (far < -args.clip_eps) & (advantages < 0)).float()
+        clipped[rows] = ((far > args.clip_eps) & (advantages > 0) | (far < -args.clip_eps) & (advantages < 0)).float()
     for values in (samples.old_logp, samples.ratio, samples.advantages) if first else ():
         all_reduce(values)  # zeros where another process has the numbers
     return {"loss": all_reduce(losses).mean().item(), "clip_ratio": all_reduce(clipped).mean().item()}

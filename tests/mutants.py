@@ -54,7 +54,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("refcache.py", LOG, "if length > context or highest", "if highest"),
     ("refcache.py", LOG, "if not prompt or not completions or not all(completions):", "if not prompt:"),
     ("refcache.py", LOG, "if load + (rows[i] * longest if rows else lengths[i]) > budget", "if load > budget"),
-    ("refcache.py", DPO, "ratios = ratios - torch", "ratios = ratios + torch"),
+    ("refcache.py", DPO, "ratios = ratios - to_device", "ratios = ratios + to_device"),
     ("refcache.py", DPO, "ratios.clamp(*clamp) if clamp", "ratios if clamp"),
     ("refcache.py", DPO, "if not ratios.abs().mean() < (", "if ratios.abs().mean() < -("),
     # the cache
@@ -113,7 +113,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("rloo.py", SAMPLE, "share.cumsum(-1) - share >= top_p", "share.cumsum(-1) >= top_p"),
     ("rloo.py", SAMPLE, "positions = (mask.cumsum(1) - 1).clamp(min=0)",
      "positions = torch.arange(ids.shape[1], device=device).expand_as(ids)"),
-    ("rloo.py", SAMPLE, "lengths[rows[ended]] = t + 1", "lengths[rows[ended]] = t"),
+    ("rloo.py", SAMPLE, "torch.where(ended, t + 1, lengths[rows])", "torch.where(ended, t, lengths[rows])"),
     ("rloo.py", SAMPLE, "x.masked_fill(late, 0.0).sum(1)", "x.sum(1)"),
     # data, checkpoints
     ("dpo.py", DATA, "end = common_prefix(ids)", "end = len(ids[0])"),

@@ -6,9 +6,10 @@ from runs import SCRIPTS, load, run, save, tiny, weights_of  # noqa: F401
 from test_logprobs import GROUPS, ON_CUDA, SAMPLES, flat, slow, values_and_gradients
 from transformers import AutoModelForCausalLM
 
+import dpo
 import refcache
 import rloo
-from refcache import Swap, completion_logprobs, share_prompts
+from refcache import ReferenceCache, Swap, completion_logprobs, share_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -47,6 +48,19 @@ def test_bfloat16_kernel_is_as_close_to_one_float32_forward_per_sequence_as_the_
     assert not calls
     for ours, theirs, bound in zip(one_kernel, loop, (0.02, 0.06)):
         assert ours < bound and ours < 1.5 * theirs + 1e-3
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window-5"])
+def test_no_micro_batch_waits_for_the_gpu(name):
+    model, rows = make(name).cuda(), [dpo.Row(x, ys[0], ys[-1], 0.0, 0.0, {}) for x, ys in SAMPLES[2]] * 3
+    known, args = ReferenceCache(), dpo.Args(dtype="bfloat16", tokens_per_forward=60)
+    known.score(model, dpo.groups(rows), 60, "bfloat16")
+    try:
+        for mode in ("default", "error"):  # the first time compiles kernels
+            torch.cuda.set_sync_debug_mode(mode)
+            dpo.objective(dpo.measure(model, rows, known, args), args).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_bfloat16_kernel_with_gradient_checkpointing_gives_the_same_gradient():

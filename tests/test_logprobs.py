@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from models import GPT2, MODELS, SMALL, build, make
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -44,7 +45,7 @@ def flat(ragged):
 def values_and_gradients(function, model, groups, **knobs):
     model.zero_grad()
     logps = flat(function(model, groups, **knobs))
-    (logps * torch.linspace(-1, 1, len(logps))).sum().backward()  # every token has another weight
+    (logps * torch.linspace(-1, 1, len(logps), device=logps.device)).sum().backward()  # every token has another weight
     return logps.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -235,6 +236,37 @@ def test_pack_by_hand():
 
 
 # --- one kernel for all spans: the CUDA path -------------------------------------------------------------------------
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often Python reads a number from a tensor: each time a CPU would wait for the GPU."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "_local_scalar_dense" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ON_CUDA)
+def test_no_micro_batch_reads_a_number_from_a_tensor(name):
+    model = make(name)
+    assert share_prompts(model)
+    with Reads() as reads:
+        values_and_gradients(completion_logprobs, model, GROUPS, tokens_per_forward=20)
+    assert reads.count == 0
+    with Reads() as reads:
+        model(torch.tensor([[5, 6, 7]]), attention_mask=torch.ones(1, 3)).logits.sum().item()
+    assert reads.count > 1  # an ordinary mask is looked at
+
+
+@pytest.mark.parametrize("mask", [[[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], [[1]]], ids=["padding", "stride 0"])
+@pytest.mark.parametrize("name", ["llama", "mistral-window-5"])
+def test_an_ordinary_batch_is_masked_as_before(name, mask):
+    model, ids = make(name), torch.tensor([[5, 17, 90, 3, 41, 8, 66], [9, 9, 31, 44, 2, 6, 7]])
+    mask = torch.tensor(mask).expand(2, 7)
+    before = model(ids, attention_mask=mask).logits
+    assert share_prompts(model)
+    assert torch.equal(model(ids, attention_mask=mask).logits[mask > 0], before[mask > 0])
 
 
 class Kernel:
