@@ -6,10 +6,11 @@
     python benchmarks/rloo_memory.py --systems ours --k 2 --prompt_tokens 99 --new_tokens 8    # does it run?
 
 The setting is a published one: a tiny random Qwen3 with the full vocabulary of 151,936, sequences of 3,100 tokens (a
-prompt of 2,900, 200 new ones), 4 prompts of k samples in one optimizer step, all rows of it in one forward. Here on a
-CPU, in float32, without gradient checkpointing: one rollout and one update. peak is the largest resident set of the
-process, before is its resident set once everything is loaded; the difference is what the step adds. A process that
-wants more than --limit GiB is out of memory.
+prompt of 2,900, 200 new ones), 4 prompts of k samples in one optimizer step, all rows of it in one forward. One rollout
+and one update without gradient checkpointing: on a CPU in float32, on a GPU (the same commands) with bfloat16 forwards.
+peak is the largest resident set of the process, before is its resident set once everything is loaded; the difference is
+what the step adds. On a GPU both are what torch has allocated there. On a CPU a process that wants more than --limit
+GiB is out of memory.
 """
 import json
 import os
@@ -44,7 +45,7 @@ class Args:
     layers: int = 2
     vocab: int = 151_936
     beta: float = 0.05
-    limit: float = 14.0  # GiB of private memory a process may have
+    limit: float = 14.0  # GiB of private memory a process may have, on a CPU
     timeout: int = 600  # seconds of a process
     verbose: bool = False  # show what the processes print to stderr
     folder: str | None = None  # the files are here already: run this one system and k, for the processes
@@ -84,14 +85,16 @@ def make_files(args: Args):
 def trl(args: Args, k: int, measure) -> float:
     import runpy
 
+    import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import RLOOConfig, RLOOTrainer
     folder = Path(args.folder)
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    gpu = torch.cuda.is_available()
     config = RLOOConfig(
         output_dir=str(folder / "trl"), num_generations=k, per_device_train_batch_size=args.prompts * k, max_steps=1,
-        max_completion_length=args.new_tokens, beta=args.beta, gradient_checkpointing=False, bf16=False, use_cpu=True,
+        max_completion_length=args.new_tokens, beta=args.beta, gradient_checkpointing=False, bf16=gpu, use_cpu=not gpu,
         report_to="none", save_strategy="no", logging_steps=1, dataloader_pin_memory=False, disable_tqdm=True)
     trainer = RLOOTrainer(
         model=str(folder / "model"), reward_funcs=runpy.run_path(str(folder / "reward.py"))["reward"], args=config,
@@ -115,7 +118,7 @@ def ours(args: Args, k: int, measure) -> float:
     history = rloo.main(rloo.Args(
         model=f"{args.folder}/model", data=f"{args.folder}/prompts.jsonl", reward=(f"{args.folder}/reward.py:reward",),
         out=f"{args.folder}/ours-{k}", k=k, batch_size=args.prompts, steps=1, max_new_tokens=args.new_tokens,
-        max_length=args.prompt_tokens + args.new_tokens, beta=args.beta, dtype="float32", eval_size=0, samples=0))
+        max_length=args.prompt_tokens + args.new_tokens, beta=args.beta, eval_size=0, samples=0))
     return history[-1]["completions/mean_length"]
 
 
@@ -123,32 +126,39 @@ def ours(args: Args, k: int, measure) -> float:
 # One process a cell
 
 
-def resident() -> float:
+def allocated() -> float:
+    import torch
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() / GIB
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
 def one(args: Args):
     """Run args.systems[0] at args.k[0] under the limit, and print what it took as JSON."""
-    # private writable memory; files mapped for reading are free
-    resource.setrlimit(resource.RLIMIT_DATA, (int(args.limit * GIB),) * 2)
+    import torch
+    gpu = torch.cuda.is_available()
+    if not gpu:  # private writable memory; files mapped for reading are free
+        resource.setrlimit(resource.RLIMIT_DATA, (int(args.limit * GIB),) * 2)
     found, begin = {}, time.perf_counter()
 
     def measure():
         nonlocal begin
-        found["before"], begin = resident(), time.perf_counter()
+        found["before"], begin = allocated(), time.perf_counter()
 
     try:
         found["length"] = {"trl": trl, "ours": ours}[args.systems[0]](args, args.k[0], measure)
     except NotImplementedError as error:
         found["failed"] = str(error)
     except (MemoryError, RuntimeError) as error:
-        signs = ("allocate memory", "bad_alloc", "new thread")
+        signs = ("allocate memory", "bad_alloc", "new thread", "out of memory")
         if isinstance(error, RuntimeError) and not any(sign in str(error) for sign in signs):
             raise
         print(error, file=sys.stderr)
-        found["failed"] = f"out of memory (> {args.limit:g} GiB)"
+        found["failed"] = "out of memory" if gpu else f"out of memory (> {args.limit:g} GiB)"
     found["seconds"] = time.perf_counter() - begin
-    found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+    peak = torch.cuda.max_memory_allocated() if gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    found["peak"] = peak / GIB
     print("\n" + json.dumps(found))
 
 
@@ -182,7 +192,7 @@ def main(args: Args):
                 "r.make_files(r.Args(**json.loads(sys.argv[2])))")
         subprocess.run([sys.executable, "-c", make, str(Path(__file__).parent), json.dumps(asdict(args))], check=True)
         print(f"{args.prompts} prompts, {args.prompt_tokens:,} + {args.new_tokens} tokens, vocabulary {args.vocab:,}, "
-              f"hidden {args.hidden}, {args.layers} layers, float32\n")
+              f"hidden {args.hidden}, {args.layers} layers\n")
         print("| system | k | before GiB | peak GiB | the step adds GiB | seconds | tokens per sample |\n"
               + "|---" * 7 + "|", flush=True)
         for k in args.k:
