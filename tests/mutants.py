@@ -142,6 +142,10 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("dpo.py", DATA, "refuse(len(dict(pairs)) < len(pairs)", "refuse(False"),
     ("dpo.py", DATA, 'if prompt[-1]["role"] == "assistant" else', "if False else"),
     ("dpo.py", DATA, "[] if front == ids[0][:len(front)] else front", "front"),
+    ("refcache.py", LOG, "attention_mask.stride(-1) == 0", "True"),
+    ("refcache.py", LOG, "attention_mask=None if ones else attention_mask", "attention_mask=attention_mask"),
+    ("dpo.py", RESUME, 'shutil.rmtree(out / ".checkpoint", ignore_errors=True)  # a kill', "pass  # a kill"),
+    ("rloo.py", SAMPLE, "if 0 < unfinished <= 0.75 * len(alive)", "if unfinished <= 0.75 * len(alive)"),
 ]
 EQUIVALENT = {  # text -> why nothing can notice
     "attention_mask=(ids >= 0).long()), sources": "padding is on the right, where no causal attention looks",

@@ -52,7 +52,7 @@ CASES = {  # what differs between processes: weights, gradients, data, reference
     "rloo-sync": ("rloo", dict(sync_reference=2, mask_truncated=True)),
     "rloo-lora": ("rloo", dict(lora_r=4, lr=2e-2)),
 }
-QUICK = {"kto-ddp", "rloo"}
+QUICK = {"dpo-one-row", "kto-ddp", "rloo"}
 
 
 def slow_but(quick):
