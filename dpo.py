@@ -908,26 +908,22 @@ def restore(out: Path, state: dict, **objects):
     all_gather("truncated")  # a barrier: no process appends before all have truncated
     for name, thing in objects.items() if state["step"] else ():
         with refusing(f"{out / CHECKPOINT} does not fit this run"):
-            own, start = tensors_of(thing), f"{name}."
+            start = f"{name}."
             saved = {key.removeprefix(start): x for key, x in state["tensors"].items() if key.startswith(start)}
-            if isinstance(thing, torch.optim.Optimizer):  # an empty AdamW, whose learning rates the flags set
-                refuse(not saved, f"it holds no {name}", ValueError)
-                params, fresh = [p for group in thing.param_groups for p in group["params"]], thing.state_dict()
-                for i in {int(key.split(".")[0]) for key in saved}:
-                    slots = {slot: saved[f"{i}.{slot}"] for slot in ("step", "exp_avg", "exp_avg_sq")}
-                    wrong = [x.shape for x in slots.values()] != [(), params[i].shape, params[i].shape]
-                    wrong = wrong or i < 0 or any(x.dtype != torch.float32 for x in slots.values())
-                    refuse(wrong, "its optimizer has other shapes", ValueError)
-                    fresh["state"][i] = {s: x if s == "step" else part_of(x, params[i]) for s, x in slots.items()}
-                thing.load_state_dict(fresh)
-                continue
+            if isinstance(thing, torch.optim.Optimizer):  # AdamW, which makes this state in its first step
+                params = [p for group in thing.param_groups for p in group["params"]]
+                for i, p in enumerate(params):
+                    if f"{i}.step" in saved:  # a parameter without gradients has none
+                        thing.state[p] = {"step": torch.zeros((), device=p.device),
+                                          "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            own = tensors_of(thing)
             kinds = [{key: (x.shape, x.dtype) for key, x in tensors.items()} for tensors in (own, saved)]
-            refuse(kinds[0] != kinds[1], f"it holds other weights of the {name}", ValueError)
-            if isinstance(thing, torch.nn.Module):
-                parts = {key: part_of(x, own[key]) for key, x in saved.items()}
-                thing.load_state_dict(parts, strict=False)  # frozen weights are not in it
-            else:
+            refuse(not saved or kinds[0] != kinds[1], f"it holds other tensors of the {name}", ValueError)
+            if isinstance(thing, Swap):
                 thing.load_state_dict(saved)
+            else:
+                for key, x in saved.items():
+                    own[key].copy_(part_of(x, own[key]))
 
 
 def read_lines(path: Path) -> list[dict]:
