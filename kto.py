@@ -493,13 +493,13 @@ def gathered(model):
             module.reshard()
 
 
-def full_state_dict(state):
+def full_state_dict(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The full state dict on rank 0, gathered from all processes; None for sharded tensors on the others."""
-    if isinstance(state, dict):
-        return {name: full_state_dict(value) for name, value in state.items()}
-    if isinstance(state, DTensor):
-        state = full_tensor(state)  # one tensor at a time is whole on a GPU
-        state = state.cpu() if processes()[0] == 0 else None
+    state = dict(state)
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor):
+            tensor = full_tensor(tensor)  # one tensor at a time is whole on a GPU
+            state[name] = tensor.cpu() if processes()[0] == 0 else None
     return state
 
 
