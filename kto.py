@@ -1014,8 +1014,7 @@ def report(log: Log):
     print(f"\n{'held out':28}{'before':>8}{'after':>8}")
     for name in names:
         if name in first and name in last:
-            before, after = (round(values[name], 3) + 0.0 for values in (first, last))  # + 0.0: no -0.000
-            print(f"{name:28}{before:8.3f}{after:8.3f}")
+            print(f"{name:28}{first[name]:z8.3f}{last[name]:z8.3f}")  # z: 0.000 instead of -0.000
 
 
 def command_line(args):
