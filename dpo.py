@@ -648,16 +648,7 @@ def load_function(spec: str) -> Callable:
         return getattr(module, name)
 
 
-# ---- Cached reference and answers: the same in dpo.py and kto.py ----------------------------------------------------
-
-def fill_cache(folder: str, tokenizer, groups: list, device: str, args) -> ReferenceCache:
-    """The reference's log-probs of all groups: from the file, else from the model, which is then deleted."""
-    cache = ReferenceCache(reference=digest_of(folder), tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
-    path = args.ref_cache or f"{args.out}/reference_logprobs.pkl"
-    scored = cache.fill(lambda: load_model(folder, device, args), groups, args.tokens_per_forward, args.dtype, path)
-    print(f"reference: {scored} completions scored, the others known from {path}")
-    return cache
-
+# ---- Answers: the same in dpo.py and kto.py -------------------------------------------------------------------------
 
 @torch.no_grad()
 def answer(policy, tokenizer, held: list, score: Callable | None, step: int, args) -> tuple[list[dict], dict]:
@@ -806,21 +797,22 @@ def identify(args, rows: list, folders: dict[str, str]) -> dict:
     speed -= {"tokens_per_forward", "parallel"} if args.lora_dropout else set()  # its masks depend on these
     longer = args.schedule == "constant" and args.save_dtype == "float32"  # else the last step rounds the weights
     may_differ = speed | ({"steps", "epochs"} if longer else set())
-    flags = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
-    models = {f"weights of --{name}": digest_of(folder) for name, folder in folders.items()}
-    for name, folder in folders.items():  # generation_config.json and chat templates change samples, too
+    mine = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
+    weights = {folder: digest_of(folder) for folder in folders.values()}  # once, if model and ref_model are one folder
+    for name, folder in folders.items():
+        mine[f"weights of --{name}"] = weights[folder]
         places = map(Path, filter(None, (folder, adapter_base(folder))))
         files = [file for place in places for kind in ("*.json", "**/*.jinja") for file in sorted(place.glob(kind))]
-        texts = [file.read_bytes() for file in files if file.is_file()]
-        models[f"settings of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
-    for name in {"score", "reward"} & flags.keys():
-        specs = [flags[name]] if isinstance(flags[name], str) else flags[name] or ()
+        texts = [file.read_bytes() for file in files if file.is_file()]  # generation_config.json and templates, too
+        mine[f"settings of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
+    for name in {"score", "reward"} & mine.keys():
+        specs = [mine[name]] if isinstance(mine[name], str) else mine[name] or ()
         with refusing(f"cannot read --{name}"):
             texts = [Path(os.path.expanduser(spec.rsplit(":", 1)[0])).read_bytes() for spec in specs]
-        flags[name] = [Path(spec).name for spec in specs]
-        flags[f"code of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
+        mine[name] = [Path(spec).name for spec in specs]
+        mine[f"code of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
     digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
-    mine = {**flags, **models, "rows": hashlib.sha256(b"".join(digests)).hexdigest()}
+    mine["rows"] = hashlib.sha256(b"".join(digests)).hexdigest()
     differing = [name for theirs in all_gather(mine) for name in mine if theirs[name] != mine[name]]
     refuse(differing, f"the processes differ in {differing[:1]}: give all of them the same command and files")
     return {name: value for name, value in mine.items() if name not in may_differ}
@@ -1151,7 +1143,12 @@ def main(args: Args) -> list[dict]:
         # the reference first: its model is freed before the policy is loaded, so memory never holds both
         reference = None
         if args.ref == "cache":
-            reference = fill_cache(folders["ref_model"], tokenizer, groups(train + held), device, args)
+            reference = ReferenceCache(reference=identity["weights of --ref_model"],
+                                       tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
+            path = args.ref_cache or f"{args.out}/reference_logprobs.pkl"
+            scored = reference.fill(lambda: load_model(folders["ref_model"], device, args), groups(train + held),
+                                    args.tokens_per_forward, args.dtype, path)
+            print(f"reference: {scored} completions scored, the others known from {path}")
         set_seed(step_seed(args.seed, 0))  # for a new adapter
         policy = load_model(folders["model"], device, args, trains=True)
         if args.ref == "live":

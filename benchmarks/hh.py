@@ -175,7 +175,8 @@ def held_out(folder: str, args: Args) -> tuple[float, float]:
     flags = dpo.resolve_args(dpo.Args(model=f"{args.out}/model", data=f"{args.out}/test.jsonl", dtype="float32"))
     tokenizer, longest = dpo.load_tokenizer(flags.model)
     rows = dpo.load_rows(flags.data, tokenizer, longest, flags)
-    known = dpo.fill_cache(flags.model, tokenizer, dpo.groups(rows), "cpu", dpo.replace(flags, out=args.out))
+    known = dpo.ReferenceCache(reference=dpo.digest_of(flags.model))
+    known.fill(lambda: dpo.load_model(flags.model, "cpu", flags), dpo.groups(rows), path=f"{args.out}/reference.pkl")
     with torch.no_grad():
         batch = dpo.measure(dpo.load_model(folder, "cpu", flags), rows, known, flags)
     values = dpo.metrics(batch, dpo.replace(flags, beta=args.beta))

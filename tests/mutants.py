@@ -138,7 +138,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("dpo.py", RESUME, "others = {name for name, _ in thing.named_parameters(remove_duplicate=False)}", ""),
     ("dpo.py", RESUME, "and (new or not is_ours(path))", "and new"),
     ("rloo.py", RESUME, 'name.startswith("code of") and theirs != mine', "False"),
-    ("dpo.py", RESUME, 'models[f"settings of --{name}"] =', "_ ="),
+    ("dpo.py", RESUME, 'mine[f"settings of --{name}"] =', "_ ="),
     ("dpo.py", DATA, "refuse(len(dict(pairs)) < len(pairs)", "refuse(False"),
     ("dpo.py", DATA, 'if prompt[-1]["role"] == "assistant" else', "if False else"),
     ("dpo.py", DATA, "[] if front == ids[0][:len(front)] else front", "front"),
