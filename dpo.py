@@ -605,10 +605,10 @@ def load_model(folder: str, device: str, args, trains: bool = False):
     return model
 
 
-def checkpoint_layers(model, use_reentrant: bool = False):
+def checkpoint_layers(model):
     """Gradient checkpointing. A layer does it only in training mode; what lies inside the layer stays in eval mode."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # later 5.x
-    enable({"use_reentrant": use_reentrant})
+    enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
@@ -616,7 +616,7 @@ def checkpoint_layers(model, use_reentrant: bool = False):
 
 def save_model(model, tokenizer, out: Path, args):
     """Writes out/.model with save_pretrained. Of a LoRA run it is the adapter, unless --merge."""
-    model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
+    model = model.float().merge_and_unload() if args.merge else model
     state = full_state_dict(model.to(getattr(torch, args.save_dtype)).state_dict())
     if processes()[0]:
         return
@@ -865,7 +865,7 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
     """Loads what save_checkpoint wrote. BadInput if it is damaged, or another run's."""
     path = out / CHECKPOINT
     if not path.exists():
-        return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}, "tensors": {}}
+        return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}, "pending": [{"step": 0}, []], "tensors": {}}
     with refusing(f"{path} is damaged (delete it to start anew)"):
         with safe_open(path, "pt") as file:  # maps the file: processes share its memory
             metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
@@ -1072,8 +1072,6 @@ def backward(policy, rows: list[Row], known, args: Args) -> Batch:
 
 @torch.no_grad()
 def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]:
-    if not rows:
-        return {}
     known = reference_logprobs(reference, groups(rows), args.tokens_per_forward, args.dtype)
     with eval_mode(policy):
         return {f"eval_{name}": value for name, value in metrics(measure_all(policy, rows, known, args), args).items()}
@@ -1125,7 +1123,7 @@ def main(args: Args) -> list[dict]:
         return []
     batch_size = min(args.batch_size, len(train))
     steps = math.ceil(args.epochs * len(train) / batch_size) if args.steps is None else args.steps
-    with lock_folder(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
+    with lock_folder(out, [*folders.values(), args.data, args.eval_data]), interrupt() as signals:
         identity = identify(args, [*train, None, *held], folders) | {"steps of --warmup": round(args.warmup * steps)}
         state = read_checkpoint(out, identity)
         finished = state["step"] > 0 and not state["tensors"]  # the last checkpoint holds no weights
@@ -1161,9 +1159,9 @@ def main(args: Args) -> list[dict]:
         changing = dict(policy=policy, optimizer=optimizer)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference or args.humanline else {}
         restore(out, state, **changing)
-        done, saved, pending = state["step"], state["step"], state.get("pending", [{"step": 0}, []])
+        done, saved, pending = state["step"], state["step"], state["pending"]
         scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda n: lr_factor(state["step"] + n + 1, max(1, steps), args.warmup, args.schedule))
+            optimizer, lambda n: lr_factor(state["step"] + n + 1, steps, args.warmup, args.schedule))
         # to save memory, keep only the log-probs that this process needs; beyond 4 epochs these are nearly all
         if args.ref == "cache" and processes()[1] > 1 and steps * batch_size < 4 * len(train):
             batches = [held, *(batch_rows(step, train, batch_size, args.seed) for step in range(done + 1, steps + 1))]
@@ -1175,7 +1173,8 @@ def main(args: Args) -> list[dict]:
             step, last = values["step"], values["step"] == steps
             set_seed(step_seed(args.seed, step))
             if last and args.save_dtype == "bfloat16":
-                tqdm.write(f"before rounding to bfloat16: {evaluate(policy, held, reference, args)}")
+                if held:
+                    tqdm.write(f"before rounding to bfloat16: {evaluate(policy, held, reference, args)}")
                 for p in trained:  # what is evaluated is what is saved
                     p.data.copy_(p.data.bfloat16())
             if last or step == 0:

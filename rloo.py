@@ -518,10 +518,10 @@ def load_model(folder: str, device: str, args, trains: bool = False):
     return model
 
 
-def checkpoint_layers(model, use_reentrant: bool = False):
+def checkpoint_layers(model):
     """Gradient checkpointing. A layer does it only in training mode; what lies inside the layer stays in eval mode."""
     enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # later 5.x
-    enable({"use_reentrant": use_reentrant})
+    enable({"use_reentrant": False})
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
@@ -529,7 +529,7 @@ def checkpoint_layers(model, use_reentrant: bool = False):
 
 def save_model(model, tokenizer, out: Path, args):
     """Writes out/.model with save_pretrained. Of a LoRA run it is the adapter, unless --merge."""
-    model = model.float().merge_and_unload() if args.merge and hasattr(model, "peft_config") else model
+    model = model.float().merge_and_unload() if args.merge else model
     state = full_state_dict(model.to(getattr(torch, args.save_dtype)).state_dict())
     if processes()[0]:
         return
@@ -928,7 +928,7 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
     """Loads what save_checkpoint wrote. BadInput if it is damaged, or another run's."""
     path = out / CHECKPOINT
     if not path.exists():
-        return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}, "tensors": {}}
+        return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}, "pending": [{"step": 0}, []], "tensors": {}}
     with refusing(f"{path} is damaged (delete it to start anew)"):
         with safe_open(path, "pt") as file:  # maps the file: processes share its memory
             metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
@@ -1131,8 +1131,6 @@ def metrics(drawn: Rollout, rewards: torch.Tensor, ratio: torch.Tensor | None) -
 @torch.no_grad()
 def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, args: Args) -> tuple[list[dict], dict]:
     """One sample of each held-out prompt, always with the same random numbers."""
-    if not rows:
-        return [], {}
     drawn = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
     rewards, samples, means = judge(drawn, rows, tokenizer, functions)
     forward, ratio = (args.tokens_per_forward, args.dtype, args.temperature), None
@@ -1199,7 +1197,7 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
     held = held[:args.samples]
     batch_size = min(args.batch_size, len(train))
     steps = math.ceil(args.epochs * len(train) / batch_size) if args.steps is None else args.steps
-    with lock_folder(out, [*folders.values(), args.data, args.eval_data or args.data]), interrupt() as signals:
+    with lock_folder(out, [*folders.values(), args.data, args.eval_data]), interrupt() as signals:
         identity = identify(args, [*train, None, *held], folders) | {"steps of --warmup": round(args.warmup * steps)}
         identity |= {"rewards": [(name, weight) for name, _, weight in functions]}
         state = read_checkpoint(out, identity)
@@ -1232,9 +1230,9 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
         changing = dict(policy=policy, optimizer=optimizer)  # what a checkpoint holds
         changing |= {"reference": reference} if args.sync_reference else {}
         restore(out, state, **changing)
-        done, saved, pending = state["step"], state["step"], state.get("pending", [{"step": 0}, []])
+        done, saved, pending = state["step"], state["step"], state["pending"]
         scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda n: lr_factor(state["step"] + n + 1, max(1, steps), args.warmup, args.schedule))
+            optimizer, lambda n: lr_factor(state["step"] + n + 1, steps, args.warmup, args.schedule))
         log = Log(out, args.tensorboard)
 
         def finish_step(values: dict, lines: list[dict]):
@@ -1242,8 +1240,9 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
             step, last = values["step"], values["step"] == steps
             set_seed(step_seed(args.seed, step))
             if last and args.save_dtype == "bfloat16":
-                _, scored = evaluate(policy, tokenizer, held, reference, judges, args)
-                tqdm.write(f"before rounding to bfloat16: {scored}")
+                if held:
+                    _, scored = evaluate(policy, tokenizer, held, reference, judges, args)
+                    tqdm.write(f"before rounding to bfloat16: {scored}")
                 for p in trained:  # what is evaluated is what is saved
                     p.data.copy_(p.data.bfloat16())
             if held and (last or step % (args.eval_every or steps) == 0):
