@@ -144,6 +144,7 @@ from safetensors.torch import save_file  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification  # noqa: E402
 from transformers import AutoTokenizer, logging, set_seed  # noqa: E402
+from transformers.generation import TopKLogitsWarper, TopPLogitsWarper  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
 from typeguard import CollectionCheckStrategy, check_type  # noqa: E402  comes with tyro
 from refcache import (  # noqa: E402
@@ -611,8 +612,8 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, ends: list[int], in_step
     """The sampling loop. u (B, k, T) -> for each of B · k samples its token ids, log-prob and entropy (sums). in_step:
     all processes must run equally many forwards."""
     (B, k, T), device, expand = u.shape, core.device, shares_prompts(core)
-    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, 0, "left").to(device)  # (B, longest)
-    mask = pad_sequence([torch.ones(len(prompt), dtype=torch.long) for prompt in prompts], True, 0, "left").to(device)
+    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(device)  # (B, longest)
+    ids, mask = ids.clamp(min=0), (ids >= 0).long()
     if expand:  # encode every prompt once, then copy its keys and values to k rows
         positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding is not counted
         out = core(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
@@ -655,14 +656,12 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, ends: list[int], in_step
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
     """(n, V) logits, (n,) uniform numbers -> a token per row, (n,); its log-prob before top_k and top_p; the entropy of
     the distribution after them."""
-    logps = torch.log_softmax(logits.float() / temperature, dim=-1)
-    probs = logps.exp()
-    if top_k or top_p < 1:
-        ranked, ids = probs.sort(dim=-1, descending=True, stable=True)
-        ranked[:, top_k or len(ranked[0]):] = 0
-        share = ranked / ranked.sum(-1, keepdim=True)
-        share[share.cumsum(-1) - share >= top_p] = 0  # the smallest set that reaches top_p stays
-        probs = torch.zeros_like(probs).scatter(-1, ids, share / share.sum(-1, keepdim=True))
+    logps = kept = torch.log_softmax(logits.float() / temperature, dim=-1)
+    if top_k:
+        kept = TopKLogitsWarper(top_k)(None, kept)
+    if top_p < 1:
+        kept = TopPLogitsWarper(top_p)(None, kept)
+    probs = kept.softmax(-1)
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
     token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)

@@ -110,7 +110,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("rloo.py", RLOO, "leave_one_out(reward - args.beta * ratio)", "leave_one_out(reward) - args.beta * ratio"),
     ("rloo.py", RLOO, "leave_one_out(reward - args.beta * ratio)", "leave_one_out(reward + args.beta * ratio)"),
     ("rloo.py", RLOO, "drawn.ended, rewards, math.nan)", "~drawn.ended, rewards, math.nan)"),
-    ("rloo.py", SAMPLE, "share.cumsum(-1) - share >= top_p", "share.cumsum(-1) >= top_p"),
+    ("rloo.py", SAMPLE, "kept = TopPLogitsWarper(top_p)(None, kept)", "kept = TopPLogitsWarper(top_p)(None, logps)"),
     ("rloo.py", SAMPLE, "positions = (mask.cumsum(1) - 1).clamp(min=0)",
      "positions = torch.arange(ids.shape[1], device=device).expand_as(ids)"),
     ("rloo.py", SAMPLE, "torch.where(ended, t + 1, lengths[rows])", "torch.where(ended, t, lengths[rows])"),
