@@ -81,7 +81,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("refcache.py", MANY, "[rank::ranks]", "[rank::ranks + 1]"),
     ("refcache.py", MANY, 'register_fsdp_forward_method(core, "flat_logprobs")', "pass"),
     ("refcache.py", MANY, "for module in reversed(layers):", "for module in layers:"),
-    ("refcache.py", MANY, "if len(set(all_gather(digest.digest()))) > 1:", "if False:"),
+    ("refcache.py", MANY, "if len(set(all_gather(mine))) > 1:", "if False:"),
     ("dpo.py", MANY, "all_reduce(values), parts", "values, parts"),
     ("dpo.py", MANY, "(loss * bool(micro)).backward()", "loss.backward()"),
     ("kto.py", MANY, "(all_reduce(total) / max(1, len(others)))", "(total / len(others))"),
