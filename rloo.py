@@ -933,14 +933,12 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
             metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
         refuse(checksum(metadata["run"], tensors) != metadata["sha256"], "its checksum does not match", ValueError)
         state = json.loads(metadata["run"])
-        numbers = state["step"], state["sizes"][METRICS], state["sizes"][SAMPLES]
-        wrong = not all(type(n) is int and n >= 0 for n in numbers) or bool(numbers[0]) != bool(numbers[1])
-        refuse(wrong, "its step or sizes are invalid", ValueError)
-        values, lines = state["pending"] or ({"step": state["step"]}, [])
-        wrong = type(values["step"]) is not int or values["step"] != state["step"] or type(lines) is not list
-        for value in values.values():
-            wrong = wrong or type(value) not in (int, float) or 1e300 < abs(value) < math.inf
-        refuse(wrong, "its pending line is invalid", ValueError)
+        step, sizes, (values, lines) = state["step"], state["sizes"], state["pending"] or ({"step": state["step"]}, [])
+        counts = [step, values["step"], sizes[METRICS], sizes[SAMPLES]]
+        wrong = not all(type(n) is int and n >= 0 for n in counts) or type(lines) is not list
+        wrong = wrong or values["step"] != step or bool(sizes[METRICS]) != bool(step)
+        wrong = wrong or any(type(x) not in (int, float) or 1e300 < abs(x) < math.inf for x in values.values())
+        refuse(wrong, "its step, sizes or pending line are invalid", ValueError)
         for name, mine in json.loads(json.dumps(identity, default=str)).items():
             theirs = state["identity"].get(name)
             difference = f"{name} {repr(theirs)[:80]} and not {repr(mine)[:80]}"
