@@ -132,7 +132,6 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("dpo.py", RESUME, "refuse(not saved or kinds", "refuse(kinds"),
     ("dpo.py", RESUME, "own[key].copy_(part_of(x, own[key]))", "own[key]"),
     ("dpo.py", RESUME, 'lr_factor(state["step"] + n + 1', "lr_factor(n + 1"),
-    ("dpo.py", RESUME, 'values["step"] != step or', ""),
     ("dpo.py", RESUME, 'counts = [step, values["step"], sizes', "counts = [step, sizes"),
     ("dpo.py", RESUME, "or bool(sizes[METRICS]) != bool(step)", ""),
     ("dpo.py", RESUME, "shutil.rmtree(folder, ignore_errors=True)\n    folder.mkdir()", "folder.mkdir()"),
