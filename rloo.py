@@ -661,7 +661,7 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_
         kept = TopKLogitsWarper(top_k)(None, kept)
     if top_p < 1:
         kept = TopPLogitsWarper(top_p)(None, kept)
-    probs = kept.softmax(-1)
+    probs = kept.exp() if kept is logps else kept.softmax(-1)
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
     token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)
