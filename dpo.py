@@ -37,7 +37,7 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, chdir, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -67,7 +67,7 @@ class Args:
     data: str | None = None  # pairs: .jsonl .json .csv .parquet, or hub NAME[[:CONFIG]:SPLIT]
     eval_data: str | None = None  # held-out pairs, same formats; None: eval_size prompts split off data
     eval_size: int = 128  # prompts held out of data if there is no eval_data; at most a tenth of them
-    chat_template_kwargs: str = "{}"  # JSON for the chat template, such as {"enable_thinking": false}
+    chat_template_kwargs: str = "{}"  # JSON for the template: {"enable_thinking": false}; a column of this name wins
     out: str = "out/dpo"  # folder for the model, the cache, checkpoint.safetensors, metrics.jsonl, samples.jsonl
 
     ref: Literal["cache", "swap", "live", "none"] = "cache"  # cached log-probs, weights on the CPU, a 2nd model, or 0
@@ -322,7 +322,7 @@ def text_of(row: dict, name: str, where: str) -> str | list[dict]:
     return text
 
 
-def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[int], list[list[int]]]:
+def tokenize(tokenizer, prompt, answers: list, row: dict, args, where: str) -> tuple[list[int], list[list[int]]]:
     """Returns the ids that the tokenizer puts before a text (BOS), and [ids of the prompt, of prompt + each answer].
     Strings end with the tokenizer's EOS; chats as their template says."""
     front = []
@@ -330,10 +330,12 @@ def tokenize(tokenizer, prompt, answers: list, args, where: str) -> tuple[list[i
         if isinstance(prompt, str):
             end = tokenizer.eos_token
             texts = [prompt, *(prompt + answer.removesuffix(end) + end for answer in answers)]
-            a, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+            word = (prompt.split() or [prompt])[0][:9]
+            a, full = (tokenizer(word, add_special_tokens=special).input_ids for special in (False, True))
             front = full[:next((i for i in range(len(full)) if full[i:i + len(a)] == a), 0)]  # BOS, a language code
+            refuse(not a, f"the tokenizer has no token for {word!r}", ValueError)
         else:
-            given = json.loads(args.chat_template_kwargs)
+            given = json.loads(args.chat_template_kwargs) | (row.get("chat_template_kwargs") or {})  # as in TRL
             template = tokenizer.get_chat_template(given.get("chat_template"))
             unknown = template == given.get("chat_template") and "{" not in template
             refuse(unknown, f"the tokenizer has no chat template named {template[:80]!r}")
@@ -364,6 +366,8 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
     for where, row in tqdm(rows, desc=f"tokenize {source}", unit="row", delay=2):
         try:
             prompt, answers = parse(row, where)
+            other = [name for name in ("tools", "image", "images") if row.get(name)]
+            refuse(other, f"{where}: it has {other}, which this script would not use: leave out the row or the column")
             asks = {"system", "user"} & {y[0]["role"] for y in answers if y and isinstance(y, list)}
             mixed = len({isinstance(text, str) for text in (prompt, *answers)}) > 1
             refuse(mixed, f"{where}: prompt and answers must all be strings, or all be lists of messages")
@@ -379,7 +383,7 @@ def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> li
                 raise Skip(f"longer than {max_length} tokens")
             if "prompt" not in row:
                 notes.setdefault("without a column prompt: it is what the answers have in common", []).append(where)
-            front, ids = tokenize(tokenizer, prompt, answers, args, where)
+            front, ids = tokenize(tokenizer, prompt, answers, row, args, where)
             over = len(front) + max(map(len, ids)) - max_length
             if over > 0:
                 if not (args.truncate and isinstance(prompt, str) and over < len(ids[0])):  # a chat would lose roles
@@ -643,7 +647,8 @@ def load_function(spec: str) -> Callable:
         file, name = os.path.expanduser(spec).rsplit(":", 1)
         refuse(not Path(file).is_file(), f"there is no file {file}", FileNotFoundError)
         sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports, and for multiprocessing
-        module = importlib.import_module(Path(file).stem)
+        with chdir("."):  # it may call chdir, which would change what other paths mean
+            module = importlib.import_module(Path(file).stem)
         refuse(not Path(module.__file__).samefile(file), f"{module.__file__} has its name: rename one", ImportError)
         return getattr(module, name)
 
@@ -706,7 +711,8 @@ def resolve_args(args):
         value = vars(args)[name]
         with refusing(f"--{name} cannot be {value!r}"):  # main() may be called without a command line
             check_type(value, hint, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
-            refuse(value == "" or isinstance(value, bool) and hint is not bool, "leave it out", ValueError)
+            wrong = value == "" or "\0" in str(value) or isinstance(value, bool) and hint is not bool
+            refuse(wrong, "leave it out", ValueError)
             most = 1e13 if isinstance(value, int) else 1e18
             wrong = isinstance(value, (int, float)) and not (0 <= value < most and (value or name in may_be_0))
             refuse(wrong and hint is not bool, f"it must be a number above 0 and below {most:g}", ValueError)
@@ -866,7 +872,7 @@ def read_checkpoint(out: Path, identity: dict) -> dict:
     path = out / CHECKPOINT
     if not path.exists():
         return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}, "pending": [{"step": 0}, []], "tensors": {}}
-    with refusing(f"{path} is damaged (delete it to start anew)"):
+    with refusing(f"{path} is damaged, or no run wrote it (name another --out)"):
         with safe_open(path, "pt") as file:  # maps the file: processes share its memory
             metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
         refuse(checksum(metadata["run"], tensors) != metadata["sha256"], "its checksum does not match", ValueError)
@@ -1200,7 +1206,9 @@ def main(args: Args) -> list[dict]:
                 first = step - (step - 1) % window
                 if known is None or step == first:
                     window_steps = range(first, min(first + window, steps + 1))
-                    ahead = [row for n in window_steps for row in batch_rows(n, train, batch_size, args.seed)]
+                    ahead = train  # all rows, or those of fewer steps than an epoch has
+                    if len(window_steps) * batch_size < len(train):
+                        ahead = [row for n in window_steps for row in batch_rows(n, train, batch_size, args.seed)]
                     known = reference_logprobs(reference, groups(ahead), args.tokens_per_forward, args.dtype)
                 batch = backward(policy, rows, known, args)
                 grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)

@@ -185,6 +185,24 @@ def test_chat_template_kwargs_reach_the_template(load):
             load([row], tokenizer, chat_template_kwargs=broken)
 
 
+def test_chat_template_kwargs_of_a_row_come_before_the_flag(load):
+    tokenizer = variant("{{ mood }}{% for m in messages %}{{ m.content }};{% endfor %}")
+    row = dict(prompt=said("q", "user"), chosen=said("a"), rejected=said("b"))
+    rows = [row | dict(chat_template_kwargs=kwargs) for kwargs in (dict(mood="sad"), {}, None)]
+    loaded = load(rows, tokenizer, chat_template_kwargs='{"mood": "glad"}')
+    assert [texts(row, tokenizer)[0] for row in loaded] == ["sadq;", "gladq;", "gladq;"]
+    with pytest.raises(BadInput, match="line 1 cannot be rendered"):
+        load([row | dict(chat_template_kwargs="sad")], tokenizer)
+
+
+@pytest.mark.parametrize("row", [TEXT, CHATS[0]])
+@pytest.mark.parametrize("name", ["tools", "image", "images"])
+def test_columns_that_would_change_the_prompt_are_refused_unless_they_are_empty(load, row, name):
+    assert len(load([row | {name: None}, row | {name: []}])) == 2
+    with pytest.raises(BadInput, match=f"line 2: it has \\['{name}'\\], which this script would not use"):
+        load([row, row | {name: [{"type": "function"}]}])
+
+
 def test_columns_of_the_file_are_kept(load):
     row = load([CHATS[0]])[0].row
     assert row["thing"] == CHATS[0]["thing"] and row["prompt"] == CHATS[0]["prompt"]
@@ -243,6 +261,18 @@ def test_what_the_tokenizer_puts_before_a_text_stays_in_front(load, front, back)
     row = load([TEXT], tokenizer)[0]
     assert row.prompt == ids + tuple(tokenizer("The tea", add_special_tokens=False).input_ids)
     assert row.chosen == tuple(tokenizer(" was warm.", add_special_tokens=False).input_ids) + (tokenizer.eos_token_id,)
+
+
+def test_bos_stays_in_front_for_a_tokenizer_of_few_characters(load):
+    """Such as one for DNA, which has no token for the letter a."""
+    tokens = {token: i for i, token in enumerate(["<s>", "</s>", *"ACGT"])}
+    tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
+    tokenizer.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    row = dict(prompt="ACGT", chosen="GG", rejected="TT")
+    assert load([row], tokenizer)[0][:3] == ((0, 2, 3, 4, 5), (4, 4, 1), (5, 5, 1))
+    with pytest.raises(BadInput, match="line 1 cannot be rendered.*no token for 'xyz'"):
+        load([dict(row, prompt="xyz")], tokenizer)
 
 
 @pytest.mark.parametrize("front", FRONTS)

@@ -554,7 +554,7 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     (dict(humanline=(-1.0, 1.5)), "--ref swap"),
     (dict(humanline=(0.5, 1.5), ref="swap", ref_cache=None), "--humanline"),
     (dict(humanline=(-1.0, 1.5), ref="swap", ref_cache=None, loss=("aot",)), "aot_unpaired"),
-    (dict(out=""), "--out"), (dict(ref_cache="x/metrics.jsonl"), "--ref_cache"),
+    (dict(out=""), "--out"), (dict(out="x\0y"), "--out"), (dict(ref_cache="x/metrics.jsonl"), "--ref_cache"),
     (dict(sync_mix=0.5), "--sync_reference"), (dict(ref="swap"), "--ref_cache"),
     (dict(lora_alpha=8.0), "--lora_r"), (dict(lora_target="q_proj"), "--lora_r"),
     (dict(lr=-1.0), "--lr"), (dict(lr="1e-3"), "--lr"), (dict(lr=math.inf), "--lr"), (dict(warmup=1.5), "--warmup"),

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from models import MOE, build
 from runs import (  # noqa: F401
-    GROUPS, LORA, SCRIPTS, TINY, TOKENIZER, adapt, load, logprobs, needs_peft, resolve_args, run, same, save, tiny)
+    BOTH, GROUPS, LORA, SCRIPTS, TINY, TOKENIZER, adapt, arguments, load, logprobs, needs_peft, resolve_args, run, same,
+    save, tiny)
 from torch import tensor
 from transformers import AutoModelForCausalLM
 
@@ -49,6 +50,23 @@ def test_one_swap_for_many_steps_gives_the_run_of_a_swap_per_step(run):
     """16 steps share a swap of a reference that stays. With lr 0 one that follows the policy stays too."""
     steps = dict(ref="swap", steps=17, batch_size=1, lr=0.0)
     assert same(run(**steps), run(**steps, sync_reference=1))
+
+
+@BOTH
+def test_a_reference_that_moves_once_in_many_epochs_scores_each_row_once(script, monkeypatch):
+    """Before the first of 3,000 steps it scores the 12 rows, not those of all steps."""
+    class Enough(Exception): pass
+    scored = []
+
+    def count(reference, groups, *forward):
+        scored.append(len(groups))
+        if len(scored) == 2:  # after the held-out rows
+            raise Enough
+        return reference_logprobs(reference, groups, *forward)
+    monkeypatch.setattr(SCRIPTS[script], "reference_logprobs", count)
+    with pytest.raises(Enough):
+        SCRIPTS[script].main(arguments(script, ref="swap", sync_reference=10**9, steps=3000, warmup=0.5))
+    assert scored[1] <= 2 * 12  # kto.py also scores the answers of other prompts
 
 
 def routed(seed, bias):

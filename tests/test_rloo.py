@@ -293,11 +293,12 @@ def test_a_reward_that_changes_the_working_directory_moves_no_file(args, tmp_pat
 def test_a_file_of_rewards_that_changes_the_working_directory_moves_no_file(args, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "data.jsonl").write_text(Path(args.data).read_text())
     (tmp_path / "wandering_reward.py").write_text(
         "import os\nos.chdir('elsewhere')\n"
         "def count(completions, **_):\n    return [float(len(y)) for y in completions]\n")
-    reward = (str(tmp_path / "wandering_reward.py:count"),)
-    rloo.main(replace(args, model=str(Path(MODEL).absolute()), reward=reward, out="here"))
+    files = dict(data="data.jsonl", reward=("wandering_reward.py:count",), out="here")
+    rloo.main(replace(args, model=str(Path(MODEL).absolute()), **files))
     assert (tmp_path / "here/model/model.safetensors").exists() and not [*(tmp_path / "elsewhere").iterdir()]
 
 
