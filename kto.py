@@ -40,7 +40,7 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import ExitStack, chdir, contextmanager, nullcontext
+from contextlib import ExitStack, chdir, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -288,10 +288,11 @@ def tokenize(tokenizer, prompt, answers: list, row: dict, args, where: str) -> t
         if isinstance(prompt, str):
             end = tokenizer.eos_token
             texts = [prompt, *(prompt + answer.removesuffix(end) + end for answer in answers)]
-            word = (prompt.split() or [prompt])[0][:9]
-            a, full = (tokenizer(word, add_special_tokens=special).input_ids for special in (False, True))
+            for text in ((prompt.split() or [prompt])[0][:9], prompt):  # some tokenizers leave characters out
+                a, full = (tokenizer(text, add_special_tokens=special).input_ids for special in (False, True))
+                if a:
+                    break
             front = full[:next((i for i in range(len(full)) if full[i:i + len(a)] == a), 0)]  # BOS, a language code
-            refuse(not a, f"the tokenizer has no token for {word!r}", ValueError)
         else:
             given = json.loads(args.chat_template_kwargs) | (row.get("chat_template_kwargs") or {})  # as in TRL
             template = tokenizer.get_chat_template(given.get("chat_template"))
@@ -1108,10 +1109,12 @@ def check(args: Args):
         "undesirable_weight": ("runs without --balance", not args.balance)})
     refuse(not args.beta, "--beta must be above 0")
     own, cache = (Path(os.path.realpath(path)) for path in (args.out, args.ref_cache or "reference_logprobs.pkl"))
-    other = cache.name in (METRICS, SAMPLES, CHECKPOINT, "args.json", ".run.lock")
+    other = cache.name in (METRICS, SAMPLES, CHECKPOINT, "args.json", ".run", ".run.lock")
     other = other or {own / "model", own / ".model", own / ".checkpoint"} & {cache, *cache.parents}
     refuse(other, f"--ref_cache {args.ref_cache} is the name of another output: choose another")
-    refuse(args.humanline and not args.humanline[0] < 0 < args.humanline[1], "--humanline: first below 0, second above")
+    low, high = args.humanline or (-1, 1)
+    wrong = not low < 0 < high or any(1e30 < abs(x) < math.inf for x in (low, high))  # float32 cannot hold them
+    refuse(wrong, "--humanline: first below 0, second above")
 
 
 def main(args: Args) -> list[dict]:
@@ -1245,17 +1248,18 @@ def main(args: Args) -> list[dict]:
                     save_checkpoint(out, step, identity, **changing)
                     saved = step
                 refuse(stopping and step < steps, (signals or ["a signal to another process"])[0], Stopped)
+            save_model(policy, tokenizer, out, args)
+            save_checkpoint(out, steps, identity)  # without weights: the run is finished
+            move_model(out)
         except Exception as error:
             all_here = not dist.is_initialized() or isinstance(error, Stopped)  # saving needs all processes
             if done and done > saved and all_here:
-                save_checkpoint(out, done, identity, pending, **changing)
-                saved = done
+                with suppress(Exception):  # such as a full disk, perhaps for the second time
+                    save_checkpoint(out, done, identity, pending, **changing)
+                    saved = done
             if saved:
                 error.add_note(f"step {saved} is saved: run the same command to resume")
             raise
-        save_model(policy, tokenizer, out, args)
-        save_checkpoint(out, steps, identity)  # without weights: the run is finished
-        move_model(out)
     report(log)
     print(f"\n{steps} steps of {batch_size} rows in {time.monotonic() - began:.0f} s; the model is in {out / 'model'}")
     return log.history

@@ -39,7 +39,7 @@ import signal
 import sys
 import time
 import warnings
-from contextlib import ExitStack, chdir, contextmanager, nullcontext
+from contextlib import ExitStack, chdir, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -277,10 +277,11 @@ def tokenize(tokenizer, prompt, answers: list, row: dict, args, where: str) -> t
         if isinstance(prompt, str):
             end = tokenizer.eos_token
             texts = [prompt, *(prompt + answer.removesuffix(end) + end for answer in answers)]
-            word = (prompt.split() or [prompt])[0][:9]
-            a, full = (tokenizer(word, add_special_tokens=special).input_ids for special in (False, True))
+            for text in ((prompt.split() or [prompt])[0][:9], prompt):  # some tokenizers leave characters out
+                a, full = (tokenizer(text, add_special_tokens=special).input_ids for special in (False, True))
+                if a:
+                    break
             front = full[:next((i for i in range(len(full)) if full[i:i + len(a)] == a), 0)]  # BOS, a language code
-            refuse(not a, f"the tokenizer has no token for {word!r}", ValueError)
         else:
             given = json.loads(args.chat_template_kwargs) | (row.get("chat_template_kwargs") or {})  # as in TRL
             template = tokenizer.get_chat_template(given.get("chat_template"))
@@ -1300,17 +1301,18 @@ def main(args: Args, rewards: tuple[Callable, ...] = ()) -> list[dict]:
                     save_checkpoint(out, step, identity, **changing)
                     saved = step
                 refuse(stopping and step < steps, (signals or ["a signal to another process"])[0], Stopped)
+            save_model(policy, tokenizer, out, args)
+            save_checkpoint(out, steps, identity)  # without weights: the run is finished
+            move_model(out)
         except Exception as error:
             all_here = not dist.is_initialized() or isinstance(error, Stopped)  # saving needs all processes
             if done and done > saved and all_here:
-                save_checkpoint(out, done, identity, pending, **changing)
-                saved = done
+                with suppress(Exception):  # such as a full disk, perhaps for the second time
+                    save_checkpoint(out, done, identity, pending, **changing)
+                    saved = done
             if saved:
                 error.add_note(f"step {saved} is saved: run the same command to resume")
             raise
-        save_model(policy, tokenizer, out, args)
-        save_checkpoint(out, steps, identity)  # without weights: the run is finished
-        move_model(out)
     if all(line.get("frac_reward_zero_std") == 1 or line.get("grad_norm") == 0 for line in log.history[1:]):
         print("all samples of a prompt had equal rewards, or were left out, in every step: there was nothing to learn")
     report(log)

@@ -263,7 +263,7 @@ def test_what_the_tokenizer_puts_before_a_text_stays_in_front(load, front, back)
     assert row.chosen == tuple(tokenizer(" was warm.", add_special_tokens=False).input_ids) + (tokenizer.eos_token_id,)
 
 
-def test_bos_stays_in_front_for_a_tokenizer_of_few_characters(load):
+def test_bos_stays_in_front_for_a_tokenizer_of_few_characters(load, capsys):
     """Such as one for DNA, which has no token for the letter a."""
     tokens = {token: i for i, token in enumerate(["<s>", "</s>", *"ACGT"])}
     tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
@@ -271,8 +271,9 @@ def test_bos_stays_in_front_for_a_tokenizer_of_few_characters(load):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
     row = dict(prompt="ACGT", chosen="GG", rejected="TT")
     assert load([row], tokenizer)[0][:3] == ((0, 2, 3, 4, 5), (4, 4, 1), (5, 5, 1))
-    with pytest.raises(BadInput, match="line 1 cannot be rendered.*no token for 'xyz'"):
-        load([dict(row, prompt="xyz")], tokenizer)
+    rows = load([row, dict(row, prompt="xyz"), dict(row, prompt="xyz ACGT")], tokenizer)
+    assert [row.prompt for row in rows] == [(0, 2, 3, 4, 5)] * 2
+    assert "1 dropped: no tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("front", FRONTS)

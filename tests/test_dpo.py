@@ -553,6 +553,7 @@ def test_show_data_marks_what_is_trained_and_trains_nothing(arguments, capsys):
     (dict(sync_reference=2), "--ref swap"), (dict(sync_reference=2, ref="live"), "--ref swap"),
     (dict(humanline=(-1.0, 1.5)), "--ref swap"),
     (dict(humanline=(0.5, 1.5), ref="swap", ref_cache=None), "--humanline"),
+    (dict(humanline=(-1e39, 1.5), ref="swap", ref_cache=None), "--humanline"),
     (dict(humanline=(-1.0, 1.5), ref="swap", ref_cache=None, loss=("aot",)), "aot_unpaired"),
     (dict(out=""), "--out"), (dict(out="x\0y"), "--out"), (dict(ref_cache="x/metrics.jsonl"), "--ref_cache"),
     (dict(sync_mix=0.5), "--sync_reference"), (dict(ref="swap"), "--ref_cache"),
@@ -589,7 +590,7 @@ def test_bad_arguments_are_refused_in_one_sentence_before_anything_is_written(ar
         assert not Path(args.out).exists()
 
 
-@pytest.mark.parametrize("name", ["model", "model/cache.pkl", ".model/x.pkl", ".run.lock", ".checkpoint/x.pkl"])
+@pytest.mark.parametrize("name", ["model", "model/cache.pkl", ".model/x.pkl", ".run", ".run.lock", ".checkpoint/x.pkl"])
 def test_a_cache_where_a_run_writes_and_deletes_is_refused(arguments, name):
     args = arguments()
     with pytest.raises(BadInput, match="--ref_cache .* another output"):

@@ -932,6 +932,19 @@ def test_a_kill_at_any_event_of_the_end_of_a_run_is_harmless(flags_of, same_as_w
         same_as_whole("dpo", out)
 
 
+@pytest.mark.parametrize("name, saved", [("save_file", 1), ("save_model", STEPS)])
+def test_a_save_that_fails_says_what_is_saved(name, saved, flags_of, same_as_whole, tmp_path, monkeypatch):
+    def fails_later(*inputs, original=getattr(dpo, name)):
+        if (tmp_path / "out/checkpoint.safetensors").exists():
+            raise OSError("no space left")
+        return original(*inputs)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left") as error:
+        patch.setattr(dpo, name, fails_later)
+        start("dpo", flags_of("dpo", tmp_path / "out", save_every=1))
+    assert error.value.__notes__ == [f"step {saved} is saved: run the same command to resume"]
+    same_as_whole("dpo", tmp_path / "out")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, limit", [
     ("rloo", 1_000_000), ("rloo", 1_000), ("dpo", 1_000)], ids=["checkpoint", "samples", "reference cache"])
