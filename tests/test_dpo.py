@@ -423,6 +423,19 @@ def test_answers_come_from_the_model_whatever_its_generation_config_says(policy)
     assert answers_of(policy, seed=1)[0] != plain and all(sample["step"] == 7 for sample in plain)
 
 
+def test_only_padding_is_masked_in_answers(policy, monkeypatch):
+    """Token 0 may stand in a prompt, too."""
+    masks = []
+
+    def generate(self, ids, attention_mask, original=type(policy).generate, **more):
+        masks.extend(attention_mask.tolist())
+        return original(self, ids, attention_mask=attention_mask, **more)
+    monkeypatch.setattr(type(policy), "generate", generate)
+    held = [SimpleNamespace(row={"prompt": "x"}, prompt=prompt) for prompt in ((0, 5), (7, 0, 0, 9))]
+    dpo.answer(policy, TOKENIZER, held, None, 0, Args(model=MODEL, dtype="float32", max_new_tokens=2))
+    assert masks == [[0, 0, 1, 1], [1, 1, 1, 1]]
+
+
 def test_answers_are_drawn_from_the_whole_vocabulary(policy):
     """Of 704 equally probable tokens; transformers' default would keep 50."""
     uniform = deepcopy(policy)

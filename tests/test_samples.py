@@ -117,6 +117,12 @@ def test_greedy_samples_equal_generate(name, model_of):
         assert groups == [(prompt, [y] * k) for prompt, y in zip(PROMPTS, truth)]
 
 
+def test_token_0_in_a_prompt_is_no_padding(model_of):
+    zeros = [(5, 0, 7), (0, 0, 9, 8, 4, 3, 0)]
+    drawn, logps = sample_and_check(model_of("llama"), flags(), prompts=zeros)
+    assert (drawn.logps - logps).abs().max() < 1e-4
+
+
 @pytest.mark.parametrize("name", slow_but("llama", "mistral-window-5", "mamba", "rwkv"))
 def test_each_token_is_what_its_uniform_number_picks_from_the_model_or_the_model_is_refused(name, model_of):
     model, args = model_of(name), flags()
