@@ -712,6 +712,29 @@ def test_tensors_that_share_memory_are_saved_and_restored(tmp_path):
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
+def test_a_parameter_that_never_had_a_gradient_resumes(tmp_path):
+    """AdamW has no state for it, such as for a part of the model that these rows do not use."""
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)])
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def step(model, optimizer):
+        model[2](model[0](torch.ones(3))).sum().backward()  # not model[1]
+        optimizer.step()
+        optimizer.zero_grad()
+    one, other = make(), make()
+    step(*one)
+    dpo.save_checkpoint(tmp_path, 1, {}, policy=one[0], optimizer=one[1])
+    dpo.restore(tmp_path, dpo.read_checkpoint(tmp_path, {}), policy=other[0], optimizer=other[1])
+    step(*one)
+    step(*other)
+    assert all(map(torch.equal, one[0].parameters(), other[0].parameters()))
+
+
 def test_a_checkpoint_holds_what_trains_and_tied_weights_once():
     for tied in (True, False):
         model = build("llama", dict(SMALL, tie_word_embeddings=tied))
