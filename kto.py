@@ -10,1260 +10,905 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     torchrun --nproc_per_node=8 kto.py --model ...                              # on 8 GPUs
 
 z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws y' anew in each
-batch; here each row keeps one y' for the whole run, so that its reference log-probs can be cached as well. They are
-computed once, before the policy is loaded, and saved in a file that other runs can use. --ref selects other ways to
-hold the reference. To resume a run that was stopped or killed, run the same command again.
+batch; here each row keeps one y' for the whole run, so that its reference log-probs can be cached as well. A killed run
+resumes if the same command is given again.
 
-Data      rows `prompt, completion, label` (true or false, 1 or 0; HALOs' `output` is read as completion), or pairs
-          `prompt, chosen, rejected`, which give one row of each kind; strings or chat messages. Strings get the
-          tokenizer's EOS; chats end as their template says.
-Not here  quantized weights, tools, images.
-Shapes    B rows in an optimizer batch; the loss is (B,), one per row.
-Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins:
-          their difference | rewards/accuracies: share of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/chosen, logps/rejected: log π(y|x) | count/chosen, count/rejected: rows in the batch |
-          humanline/unclamped: share of tokens whose log-ratio is not clamped | grad_norm before clipping | lr |
-          num_tokens so far, without y'. If all rows of a batch have one label, the other label's means are missing.
-          eval_*: the same on held-out rows; eval_score: mean of --score.
+Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `prompt, chosen, rejected`, which give one
+          row of each kind; strings or chat messages:
+          {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{"role": "assistant", "content": "4"}],
+           "label": true}
+Shapes    B rows in a batch; (B,) per row.
+Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
+          difference | rewards/accuracies: share of rows whose ρ has the sign of their label, ties count 1/2 |
+          logps/*: log π(y|x) | logratio: |ρ| per token | grad_norm before clipping | learning_rate. eval_*: on
+          held-out rows; eval_score: mean of --score.
 """
 import csv
-import gzip
 import hashlib
 import importlib
-import io
 import json
 import math
 import os
-import re
+import runpy
 import shutil
-import signal
 import sys
 import time
 import warnings
-from contextlib import ExitStack, chdir, contextmanager, nullcontext, suppress
+from collections import Counter
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from functools import lru_cache, partial
 from pathlib import Path
-from string import ascii_letters
-from typing import Callable, Literal, NamedTuple, get_type_hints
+from typing import Callable, Literal, NamedTuple
 
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import tyro
+from filelock import FileLock, Timeout  # comes with torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import find_adapter_config_file
 
-DEMO = {"model": "demo/model", "data": "demo/feedback.jsonl", "eval_data": "demo/feedback_test.jsonl",
-        "score": "demo/score.py:success"}
-TODAY = datetime(2026, 1, 1)  # "today" in chat templates, which call strftime_now(): the same rows every day
-PINNED = """{% macro strftime_now(format) %}{% for part in format.split("%") %}{% set n = 2 if part[:1] == "-" else 1 %}
-{{ part if loop.first else TABLE.get(part[:n], "%" ~ part[:n]) ~ part[n:] }}{% endfor %}{% endmacro %}
-""".replace("TABLE", str({code: TODAY.strftime(f"%{code}") for x in ascii_letters for code in (x, f"-{x}")}))
-METRICS, SAMPLES, CHECKPOINT = "metrics.jsonl", "samples.jsonl", "checkpoint.safetensors"
-SMALL = 2**28  # bytes that any data file may unpack to
-LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # JSON's, Python's, Excel's
+from refcache import (
+    BadInput, ReferenceCache, Swap, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
+    completion_logprobs, context_length, full_tensor, log_ratios, micro_batches, processes, progress_bar,
+    reference_logprobs, shard, share_prompts, sum_tokens, to_device, write_whole)
+
+HERE = Path(__file__).parent
+DEMO = dict(
+    model=f"{HERE}/demo/model",
+    data=f"{HERE}/demo/feedback.jsonl",
+    eval_data=f"{HERE}/demo/feedback_test.jsonl",
+    score=f"{HERE}/demo/score.py:success",
+    lr=2e-4,
+)
+LOGS = ("metrics.jsonl", "samples.jsonl")
 
 
 @dataclass
 class Args:
-    model: str | None = None  # policy: checkpoint folder or hub name; None: the demo's model and data
-    data: str | None = None  # rows: .jsonl .json .csv .parquet, or hub NAME[[:CONFIG]:SPLIT]
-    eval_data: str | None = None  # held-out rows, same formats; None: eval_size prompts split off data
-    eval_size: int = 128  # prompts held out of data if there is no eval_data; at most a tenth of them
-    chat_template_kwargs: str = "{}"  # JSON for the template: {"enable_thinking": false}; a column of this name wins
-    out: str = "out/kto"  # folder for the model, the cache, checkpoint.safetensors, metrics.jsonl, samples.jsonl
+    model: str | None = None  # checkpoint folder or hub name; None: the demo
+    data: str | None = None  # rows: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
+    eval_data: str | None = None  # held-out rows; None: split off data
+    eval_size: int = 128  # prompts split off data, at most a tenth
+    as_chat: bool = False  # strings become messages of a user and an assistant
+    chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
+    max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
+    out: str = "out/kto"  # folder for everything that a run writes
 
-    ref: Literal["cache", "swap", "live"] = "cache"  # cached log-probs, weights on the CPU, or a second model
-    ref_model: str | None = None  # reference: checkpoint folder or hub name; None: same as --model
-    ref_cache: str | None = None  # file of reference log-probs, shared by runs; None: in the folder --out
-    sync_reference: int | None = None  # update the reference every so many steps (TR-DPO); needs --ref swap
-    sync_mix: float = 1.0  # weight of the policy in each sync; 1 copies it
-    humanline: tuple[float, float] | None = None  # clamp token log-ratios (e.g. -1 1.5), sync every step
+    ref: Literal["cache", "swap", "live"] = "cache"  # see README
+    ref_model: str | None = None  # None: the policy before training
+    ref_cache: str | None = None  # file of reference log-probs, shared by runs; None: in --out
+    sync_reference: int | None = None  # steps between copies of the policy into the reference
+    sync_mix: float = 1.0  # weight of the policy in each copy
+    humanline: tuple[float, float] | None = None  # clamps token log-ratios (-1 1.5), syncs every step
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_dropout: float = 0.0  # in the adapter while training; its masks change with --tokens_per_forward
-    lora_target: str = "all-linear"  # layer names, comma-separated
-    merge: bool = False  # save the whole model, with the adapter merged
+    lora_target: str = "all-linear"  # or layer names, as a regular expression
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired: no z
     beta: float = 0.1  # strength of the KL penalty
     desirable_weight: float = 1.0  # λ_D, the weight of desirable rows
     undesirable_weight: float = 1.0  # λ_U, that of undesirable rows
-    balance: bool = False  # raise the weight of the rarer label until λ_D n_D = λ_U n_U
 
-    steps: int | None = None  # optimizer steps; None: from epochs; 0: only fill the cache and evaluate
     epochs: float = 1.0  # passes over the data
+    steps: int | None = None  # optimizer steps; None: from epochs; 0: only fill the cache
     batch_size: int = 32  # rows per optimizer step
-    lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
+    lr: float = 1e-6  # peak learning rate
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    warmup: float = 0.1  # fraction of steps in which lr rises
-    weight_decay: float = 0.0  # AdamW's
-    max_grad_norm: float = 1.0  # clip the gradient norm to this
-    max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
-    truncate: bool = False  # instead cut string prompts at their beginning
+    warmup: float = 0.1  # share of steps in which lr rises
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0  # 0: no clipping
+    seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards (auto: bfloat16 on CUDA); weights are float32
-    save_dtype: Literal["float32", "bfloat16"] = "float32"  # of the saved model; the last eval_* measure it
-    parallel: Literal["fsdp", "ddp"] = "fsdp"  # under torchrun: weights split over the processes, or a copy in each
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA. Weights are float32
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
-    seed: int = 0  # of data order, held-out split and samples
 
-    save_every: int = 100  # steps between checkpoints, from which a run resumes
+    save_every: int = 50  # steps between checkpoints, from which a killed run resumes
+    model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
-    samples: int = 64  # held-out prompts to sample before and after training
+    samples: int = 64  # held-out prompts to answer before and after training
     max_new_tokens: int = 128  # per such answer
     score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, of these answers
-    show_data: bool = False  # print one example, trained tokens in [], and exit
-    tensorboard: bool = False  # also write TensorBoard events
+    wandb: str | None = None  # project that gets the metrics
 
 
-if __name__ == "__main__":
-    if int(os.environ.get("RANK", 0)):  # under torchrun only rank 0 prints
-        sys.stdout = sys.stderr = open(os.devnull, "w")
-    given = [word[2:].split("=")[0].replace("-", "_") for word in sys.argv if word.startswith("--")]
-    given = ["--" + flag.removeprefix("no_") for flag in given]
-    for flag in {flag for flag in given if given.count(flag) > 1}:
-        print(f"{Path(__file__).name}: {flag} is given twice: put all values after one {flag}", file=sys.stderr)
-        sys.exit(2)
-    ARGS = tyro.cli(Args, description=__doc__.split("\n")[0], use_underscores=True)
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from filelock import FileLock  # noqa: E402  comes with torch
-from torch.distributed.fsdp import FSDPModule  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.nn.utils.rnn import pad_sequence  # noqa: E402
-from safetensors import SafetensorError, safe_open  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, logging, set_seed  # noqa
-from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
-from typeguard import CollectionCheckStrategy, check_type  # noqa: E402  comes with tyro
-from refcache import (  # noqa: E402
-    BadInput, ReferenceCache, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
-    completion_logprobs, context_length, eval_mode, full_tensor, log_ratios, micro_batches, one_line, out_of_memory,
-    part_of, processes, reference_logprobs, shard, share_prompts, shares_prompts, to_device, tokenizer_digest)
-
-# ---- The loss -------------------------------------------------------------------------------------------------------
+# ---- The loss --------------------------------------------------------
 
 class Batch(NamedTuple):
     """B rows, (B,) each. logp and ratio are sums over the tokens of an answer."""
     logp: torch.Tensor  # log π(y|x)
     ratio: torch.Tensor  # ρ = log π(y|x) − log π_ref(y|x)
-    label: torch.Tensor  # bool: desirable
-    size: torch.Tensor  # |y| in tokens
-    unclamped: torch.Tensor  # share of the tokens that are not clamped
+    is_desirable: torch.Tensor  # bool
+    length: torch.Tensor  # |y| in tokens
 
 
 def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, args: Args) -> torch.Tensor:
-    """The loss per row, (B,), float32. z is a scalar in nats, without gradient."""
-    sign = torch.where(batch.label, 1.0, -1.0)
-    weight = torch.where(batch.label, args.desirable_weight, args.undesirable_weight)  # λ_D or λ_U
+    """The loss of every row, (B,), float32. z is a scalar in nats, without gradient."""
+    sign = torch.where(batch.is_desirable, 1.0, -1.0)
+    weight = torch.where(batch.is_desirable, args.desirable_weight, args.undesirable_weight)  # λ_D or λ_U
     match loss:
-        case "kto": return weight * (1 - torch.sigmoid(args.beta * sign * (batch.ratio - z)))  # equation 7
+        case "kto":  # equation 7
+            return weight * (1 - torch.sigmoid(args.beta * sign * (batch.ratio - z)))
         case "apo_zero_unpaired":  # arXiv:2408.06266
             return weight * (1 - torch.sigmoid(args.beta * sign * batch.ratio))
-    raise BadInput(f"there is no loss {loss!r}")
 
 
-def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, float]:
-    reward, sign = args.beta * batch.ratio, torch.where(batch.label, 1.0, -1.0)
-    accuracy = torch.where(batch.ratio.abs() < 1e-4, 0.5, (batch.ratio * sign > 0).float())  # ties count 1/2
-    values = {"loss": feedback_loss(args.loss, batch, z, args), "rewards/accuracies": accuracy}
-    values |= {"kl": z} if args.loss == "kto" else {}
-    values |= {"humanline/unclamped": batch.unclamped} if args.humanline else {}
-    for name, kind in (("chosen", batch.label), ("rejected", ~batch.label)):
-        values[f"count/{name}"] = kind.sum().float()
-        if kind.any():
-            values |= {f"rewards/{name}": reward[kind], f"logps/{name}": batch.logp[kind]}
-    if 0 < batch.label.sum() < len(batch.label):
-        values["rewards/margins"] = reward[batch.label].mean() - reward[~batch.label].mean()
-    return {name: value.mean().item() for name, value in values.items()}
+def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The loss and other values of every row, (B,), each with a mask (B,): the rows that it is a mean of."""
+    desirable = batch.is_desirable
+    everything = torch.ones_like(desirable)
+    is_tie = batch.ratio.abs() < 1e-4  # up to rounding
+    is_right = (batch.ratio > 0) == desirable
+    return {
+        "loss": (feedback_loss(args.loss, batch, z, args), everything),
+        "rewards/accuracies": (torch.where(is_tie, 0.5, is_right.float()), everything),
+        "logratio": ((batch.ratio / batch.length).abs(), everything),
+        "rewards/chosen": (args.beta * batch.ratio, desirable),
+        "rewards/rejected": (args.beta * batch.ratio, ~desirable),
+        "logps/chosen": (batch.logp, desirable),
+        "logps/rejected": (batch.logp, ~desirable),
+    }
 
 
-# ---- Data: the same in dpo.py, kto.py and rloo.py -------------------------------------------------------------------
-
-class Skip(ValueError):
-    """A row that is left out and counted. The message says why."""
-
-
-def refuse(wrong, sentence: str, error=BadInput):
-    if wrong:
-        raise error(sentence)
-
-
-@contextmanager
-def refusing(what: str):
-    """Turns any exception raised in this block into a BadInput error, except BadInput, Skip and out of memory."""
-    try:
-        yield
-    except BaseException as error:  # a Rust panic is not an Exception
-        if isinstance(error, (BadInput, Skip, KeyboardInterrupt, GeneratorExit)) or out_of_memory(error):
-            raise
-        missing = isinstance(error, ModuleNotFoundError)
-        raise BadInput(f"{what}: " + (f"needs `pip install {error.name}`" if missing else one_line(error))) from error
-
-
-def read_rows(source: str) -> list[tuple[str, dict]]:
-    """The rows of a file or a hub dataset NAME[[:CONFIG]:SPLIT], each with its place: [("x.jsonl line 3", {..})]."""
-    kind, is_file, rows = Path(source.lower().removesuffix(".gz")).suffix[1:], Path(source).is_file(), []
-    known = kind in ("jsonl", "json", "csv", "parquet")
-    refuse(known and not is_file, f"{source}: there is no such file")
-    refuse(is_file and not known, f"{source}: its name must end with .jsonl, .json, .csv or .parquet (or + .gz)")
-    most = SMALL + 300 * os.path.getsize(source) if is_file else 0  # bytes; more is a decompression bomb
-    with refusing(f"cannot read {source}"):
-        if not is_file:
-            import datasets
-            import huggingface_hub
-            name, *rest = source.split(":")
-            split = rest.pop() if rest else "train"
-            if not huggingface_hub.constants.HF_HUB_OFFLINE:
-                huggingface_hub.HfApi().dataset_info(name, timeout=5)  # datasets would retry for 30 s when offline
-            rows = datasets.load_dataset(name, *rest, split=split)
-        elif kind == "parquet":
-            import pyarrow.parquet  # not datasets, whose cache may be stale and which changes values
-            file = pyarrow.parquet.ParquetFile(source)
-            names = file.schema_arrow.names
-            refuse(len({*names}) < len(names), "two columns have one name", ValueError)
-            parts = [file.metadata.row_group(n) for n in range(file.num_row_groups)]
-            values = sum(part.column(n).num_values for part in parts for n in range(part.num_columns))
-            unpacked = sum(part.total_byte_size for part in parts) + 100 * values
-            refuse(unpacked > most, "it unpacks to much more than its size", ValueError)
-            for batch in file.iter_batches(64):
-                most -= batch.nbytes + 100 * batch.num_rows
-                refuse(most < 0, "it unpacks to much more than its size", ValueError)
-                rows += batch.to_pylist()
-        else:
-            with (gzip.open if source.lower().endswith(".gz") else open)(source, "rb") as file:
-                text = b"".join(iter(lambda: file.read(min(2**20, most + 1 - file.tell())), b""))
-                objects = sum(map(text.count, (b"{", b"[", b",", b"\n")))
-                refuse(len(text) + 100 * objects > most, "it unpacks to much more than its size", ValueError)
-            if kind == "csv":
-                csv.field_size_limit(2**31 - 1)
-                reader = csv.DictReader(io.StringIO(text.decode("utf-8-sig"), newline=""), strict=True)
-                names = [name for name in reader.fieldnames or [] if name]
-                refuse(len({*names}) < len(names), "two columns have one name", ValueError)
-                for row in reader:
-                    wrong = None in row or None in row.values()  # what DictReader fills in
-                    refuse(wrong, f"line {reader.line_num} has more or fewer cells than the header", ValueError)
-                    rows.append(row)
-            elif kind == "json" and text[:100].lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
-                rows = json.loads(text, object_pairs_hook=unique)
-            else:
-                for n, line in enumerate(io.BytesIO(text), 1):
-                    with refusing(f"cannot read {source} line {n}"):
-                        if line.strip():
-                            rows.append((f"{source} line {n}", {} | json.loads(line, object_pairs_hook=unique)))
-                return rows
-        return [(f"{source} row {n}", {} | row) for n, row in enumerate(rows, 1)]  # {} | row: only an object
-
-
-def unique(pairs: list) -> dict:
-    """A JSON object. Python's would keep the last of two values with one name."""
-    refuse(len(dict(pairs)) < len(pairs), "an object has one name twice", ValueError)
-    return dict(pairs)
-
-
-def text_of(row: dict, name: str, where: str) -> str | list[dict]:
-    """A column that holds a string or chat messages."""
-    text = row.get(name)
-    messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
-    columns = str([*row])[:200]
-    with refusing(f"{where}: {name} must be a string or a list of messages with role and content (columns: {columns})"):
-        if not all(isinstance(message[key], str) for message in messages for key in ("role", "content")):
-            raise TypeError("role and content must be strings")
-        keys = {*re.findall(r"\b(role|content|from|value)[\\\"']*\s*[:=]", text)} if isinstance(text, str) else set()
-        if {"role", "content"} <= keys and re.match(r"[\s\ufeff\"]*\w*[\[({]", text) or (
-                {"from", "value"} <= keys and re.match(r"[\s\ufeff\"]*\[", text)):
-            raise TypeError("these are messages written as a string")
-    refuse(not messages or not messages[-1]["content"].strip(), f"{name} is empty", Skip)
-    return text
-
-
-def tokenize(tokenizer, prompt, answers: list, row: dict, args, where: str) -> tuple[list[int], list[list[int]]]:
-    """Returns the ids that the tokenizer puts before a text (BOS), and [ids of the prompt, of prompt + each answer].
-    Strings end with the tokenizer's EOS; chats as their template says."""
-    front = []
-    with refusing(f"{where} cannot be rendered"):  # no template, no EOS token, a template that refuses a system message
-        if isinstance(prompt, str):
-            end = tokenizer.eos_token
-            texts = [prompt, *(prompt + answer.removesuffix(end) + end for answer in answers)]
-            for text in ((prompt.split() or [prompt])[0][:9], prompt):  # some tokenizers leave characters out
-                a, full = (tokenizer(text, add_special_tokens=special).input_ids for special in (False, True))
-                if a:
-                    break
-            front = full[:next((i for i in range(len(full)) if full[i:i + len(a)] == a), 0)]  # BOS, a language code
-        else:
-            given = json.loads(args.chat_template_kwargs) | (row.get("chat_template_kwargs") or {})  # as in TRL
-            template = tokenizer.get_chat_template(given.get("chat_template"))
-            unknown = template == given.get("chat_template") and "{" not in template
-            refuse(unknown, f"the tokenizer has no chat template named {template[:80]!r}")
-            given |= {"chat_template": PINNED * ("strftime_now" in template) + template, "tokenize": False}
-            last = {("continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"): True}
-            texts = [tokenizer.apply_chat_template(prompt, **last, **given),
-                     *(tokenizer.apply_chat_template(prompt + answer, **given) for answer in answers)]
-        "".join(texts).encode()  # half of a surrogate pair would crash the tokenizer
-        ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-        return [] if front == ids[0][:len(front)] else front, ids  # a text may begin with BOS already
-
-
-def common_prefix(sequences: list) -> int:
-    """Length of the longest common prefix of the sequences."""
-    differ = (n for n, items in enumerate(zip(*sequences)) if any(item != items[0] for item in items))
-    return next(differ, min(map(len, sequences)))
-
-
-def encode(tokenizer, source: str, parse: Callable, max_length: int, args) -> list[tuple[tuple, list[tuple], dict]]:
-    """[(prompt ids, [answer ids, ..], row), ..] of the rows that fit; parse(row, where) gives a prompt and its answers.
-    Says what it left out and why. The prompt/answer boundary is part of the cache's key: it is set only here."""
-    rows, kept, notes, ints = read_rows(source), [], {}, {}
-    longest = 4 * max_length * max(map(len, tokenizer.get_vocab()))  # in characters; 4: texts may be normalized
-    if "strftime_now" in f"{tokenizer.chat_template}{args.chat_template_kwargs}":
-        print(f"the chat template names today's date: here it is always {TODAY:%d %B %Y}")
-    lacking = [where for where, row in rows if "prompt" not in row]
-    refuse(0 < len(lacking) < len(rows), f"{''.join(lacking[:1])}: it has no prompt, but other rows have one")
-    for where, row in tqdm(rows, desc=f"tokenize {source}", unit="row", delay=2):
-        try:
-            prompt, answers = parse(row, where)
-            other = [name for name in ("tools", "image", "images") if row.get(name)]
-            refuse(other, f"{where}: it has {other}, which this script would not use: leave out the row or the column")
-            asks = {"system", "user"} & {y[0]["role"] for y in answers if y and isinstance(y, list)}
-            mixed = len({isinstance(text, str) for text in (prompt, *answers)}) > 1
-            refuse(mixed, f"{where}: prompt and answers must all be strings, or all be lists of messages")
-            refuse(asks, f"{where}: an answer begins with a message of role {' '.join(asks)}")
-            asked = (prompt if isinstance(prompt, str) else prompt[-1]["content"]).strip()
-            told = [y if isinstance(y, str) else y[0]["content"] for y in answers if y and asked]
-            repeats = [y.strip().startswith(asked) for y in told]
-            refuse(repeats and all(repeats) and len(asked) > 20, "the answers begin with the prompt", Skip)
-            if any(repeats):
-                notes.setdefault("with an answer that begins with the prompt", []).append(where)
-            texts = [[{"content": text}] if isinstance(text, str) else text for text in (prompt, *answers)]
-            if sum(len(message["content"]) for text in texts for message in text) > longest:  # too long to tokenize
-                raise Skip(f"longer than {max_length} tokens")
-            if "prompt" not in row:
-                notes.setdefault("without a column prompt: it is what the answers have in common", []).append(where)
-            front, ids = tokenize(tokenizer, prompt, answers, row, args, where)
-            over = len(front) + max(map(len, ids)) - max_length
-            if over > 0:
-                if not (args.truncate and isinstance(prompt, str) and over < len(ids[0])):  # a chat would lose roles
-                    raise Skip(f"longer than {max_length} tokens")
-                ids = [x[over:] for x in ids]
-                notes.setdefault(f"truncated to {max_length} tokens", []).append(where)
-            end = common_prefix(ids)  # a token may cross the boundary, or a template end a lone prompt differently
-            if end < len(ids[0]):
-                notes.setdefault("with a prompt cut to the tokens that prompt + answer begin with", []).append(where)
-            parts = [front + ids[0][:end], *(x[end:] for x in ids[1:])]
-            refuse(not all(parts) or any(y == parts[1] for y in parts[2:]), "no tokens, or both answers the same", Skip)
-            x, *ys = (tuple(ints.setdefault(i, i) for i in part) for part in parts)  # rows share their ints
-            kept.append((x, ys, row | {"prompt": prompt}))
-        except Skip as reason:
-            notes.setdefault(f"dropped: {reason}", []).append(where)
-    counted = (f"{len(places)} {note} (first: {places[0]})" for note, places in notes.items())
-    print(f"{source}: {len(kept)} of {len(rows)} rows", *counted, sep="; ")
-    bad = sum(len(at) for note, at in notes.items() if "dropped" in note and "longer" not in note)
-    refuse(not kept or 2 * bad > len(rows), f"{source}: " + ("too few rows are left" if rows else "it holds no rows"))
-    return kept
-
-
-# ---- Pairs: the same in dpo.py and kto.py ---------------------------------------------------------------------------
-
-def parse_row(row: dict, where: str, names=("chosen", "rejected")):
-    """A row of the file -> its prompt and the answers in these columns, as strings or as lists of messages."""
-    answers = [text_of(row, name, where) for name in names]
-    refuse(answers[1:] == answers[:1], "chosen equals rejected", Skip)
-    if "prompt" in row or len(names) == 1:
-        prompt = text_of(row, "prompt", where)
-        if isinstance(prompt, str) and isinstance(answers[0], list):
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, list) and all(y[:len(prompt)] == prompt for y in answers):  # whole conversations
-            answers = [y[len(prompt):] for y in answers]
-        return prompt, answers
-    end = common_prefix(answers)
-    end -= isinstance(answers[0], str) and answers[0][:end].endswith(" ")  # the space belongs to the answers' tokens
-    refuse(not 0 < end < min(map(len, answers)),
-           "no column prompt, and chosen and rejected have no common prefix, or nothing after it", Skip)
-    return answers[0][:end], [y[end:] for y in answers]
-
-
-# ---- Rows -----------------------------------------------------------------------------------------------------------
+# ---- A batch ---------------------------------------------------------
 
 class Row(NamedTuple):
-    prompt: tuple[int, ...]  # token ids; (prompt, completion) is a cache key
+    prompt: tuple[int, ...]  # token ids
     completion: tuple[int, ...]
-    label: bool  # desirable
-    other: tuple[int, ...]  # y', the answer to another prompt, for z
-    row: dict  # as read from the file
-
-
-def parse_feedback(row: dict, where: str):
-    """A pair has two answers, any other row has one and a label."""
-    if "chosen" in row and "rejected" in row:
-        return parse_row(row, where)
-    if str(row.get("label")).lower() not in LABELS:
-        raise BadInput(f"{where}: label must be true or false, 1 or 0, not {str(row.get('label'))[:50]!r} "
-                       f"(columns: {str([*row])[:200]})")
-    return parse_row(row, where, ["completion" if "completion" in row else "output"])
-
-
-def load_rows(source: str, tokenizer, max_length: int, args: Args) -> list[Row]:
-    rows = []
-    for prompt, answers, row in encode(tokenizer, source, parse_feedback, max_length, args):
-        labels = [True, False] if len(answers) == 2 else [LABELS[str(row["label"]).lower()]]
-        rows += [Row(prompt, y, label, (), row) for y, label in zip(answers, labels)]
-    return rows
-
-
-def derange(prompts: list, seed: int) -> list[int]:
-    """For each row the index of a row with another prompt; each index occurs once. The shuffled rows are sorted by
-    prompt, and this order is rotated by the number of rows of the most frequent prompt."""
-    places: dict = {}
-    for i in generator(seed, "derange").permutation(len(prompts)).tolist():
-        places.setdefault(prompts[i], []).append(i)
-    order, turn = [i for rows in places.values() for i in rows], max(map(len, places.values()))
-    if 2 * turn > len(prompts):
-        raise BadInput(f"one prompt has {turn} of the {len(prompts)} rows, so some rows have no answer to another "
-                       "prompt for z: add rows of other prompts, or use --loss apo_zero_unpaired")
-    partners = dict(zip(order, order[turn:] + order[:turn]))
-    return [partners[i] for i in range(len(order))]
-
-
-def draw_others(train: list[Row], held: list[Row], max_length: int, seed: int) -> tuple[list[Row], list[Row]]:
-    """Draws y' for every row, once for all epochs. Held-out rows get answers of training rows."""
-    partners, n = derange([row.prompt for row in train], seed), len(train)
-    for i, row in enumerate(held):
-        turned = (partners[(i + t) % n] for t in range(n))
-        partners.append(next(j for j in turned if train[j].prompt != row.prompt))
-    others = [train[j].completion for j in partners]
-    rows = [row._replace(other=y[:max_length - len(row.prompt)]) for row, y in zip(train + held, others)]
-    cut = sum(row.other != y for row, y in zip(rows, others))
-    print(f"z: {cut} of {len(rows)} answers y' are truncated to fit into {max_length} tokens")
-    return rows[:n], rows[n:]
-
-
-def weigh(train: list[Row], args: Args) -> Args:
-    """Prints λ_D n_D / λ_U n_U (equation 8). With --balance, sets the weights so that it is 1."""
-    desirable = sum(row.label for row in train)
-    undesirable = len(train) - desirable
-    refuse(desirable in (0, len(train)), f"{args.data}: all {len(train)} rows have the same label, but KTO needs both")
-    if args.balance:
-        args = replace(args, desirable_weight=max(1.0, undesirable / desirable),
-                       undesirable_weight=max(1.0, desirable / undesirable))
-    ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
-    print(f"{desirable} desirable rows of weight {args.desirable_weight:.3g}, {undesirable} others of weight "
-          f"{args.undesirable_weight:.3g}: ratio {ratio:.2f}; equation 8 asks for 1 to 4/3; --balance makes it 1")
-    return args
+    is_desirable: bool
+    other: tuple[int, ...]  # y', an answer to another prompt, for z; () if the loss needs none
+    columns: dict  # of the file
 
 
 def groups(rows: list[Row]) -> list:
+    """The rows as refcache takes them: [(prompt, [completion]), ..]"""
     return [(row.prompt, [row.completion]) for row in rows]
 
 
 def other_groups(rows: list[Row]) -> list:
+    """The same with y' instead of y."""
     return [(row.prompt, [row.other]) for row in rows if row.other]
 
 
-def all_groups(rows: list[Row]) -> list:
-    """Groups that need reference log-probs."""
-    return groups(rows) + other_groups(rows)
-
-
-# ---- Several processes: the same in dpo.py, kto.py and rloo.py ------------------------------------------------------
-
-def init_processes() -> str:
-    """Joins the process group under torchrun. Returns this process's device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if "RANK" in os.environ and not dist.is_initialized():
-        with refusing("RANK is set, as by torchrun, but the processes cannot be joined"):
-            if device == "cuda":
-                torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-            dist.init_process_group()  # NCCL for GPU tensors, gloo for CPU tensors
-    return device
-
-
-@contextmanager
-def gathered(model):
-    """Unshards the model in this block if all processes have the memory. Otherwise each forward gathers layer by layer,
-    and all processes must run the same number of forwards. Yields whether they must."""
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    size, device = sum(p.numel() * p.element_size() for p in model.parameters()), model.device.type
-    in_step = any(all_gather(device == "cuda" and size > 0.5 * torch.cuda.mem_get_info()[0]))
-    for module in [] if in_step else parts:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    try:
-        yield in_step and bool(parts)
-    finally:
-        for module in parts:
-            module.set_reshard_after_forward(True, recurse=False)
-            module.reshard()
-
-
-def full_state_dict(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The full state dict on rank 0, gathered from all processes; None for sharded tensors on the others."""
-    state = dict(state)
-    for name, tensor in state.items():
-        if isinstance(tensor, DTensor):
-            tensor = full_tensor(tensor)  # one tensor at a time is whole on a GPU
-            state[name] = tensor.cpu() if processes()[0] == 0 else None
-    return state
-
-
-# ---- Models: the same in dpo.py, kto.py and rloo.py -----------------------------------------------------------------
-
-def find_folder(name: str) -> str:
-    """The folder of a checkpoint: `name` itself, or that of a hub model, fetched if it is not there yet."""
-    if Path(name).is_dir():
-        return name
-    with refusing(f"there is no folder {name}, and no such model on the hub"):
-        from huggingface_hub import snapshot_download  # comes with transformers
-        return snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*.model", "*.txt", "*model*.safetensors"])
-
-
-def adapter_base(folder: str) -> str | None:
-    """The folder of the model that a LoRA adapter belongs to; None for a whole checkpoint."""
-    file = Path(folder) / "adapter_config.json"
-    if not file.exists():
-        return None
-    with refusing(f"cannot read {file}"):
-        refuse(not file.is_file(), "it is no regular file", ValueError)
-        base = find_folder(json.loads(file.read_text())["base_model_name_or_path"])
-        refuse((Path(base) / "adapter_config.json").exists(), f"{folder}'s base is an adapter too: merge that first")
-        return base
-
-
-def digest_of(folder: str) -> str:
-    with refusing(f"cannot read the model {folder}"):
-        base = adapter_base(folder)
-        return checkpoint_digest(folder, checkpoint_digest(base) if base else "")
-
-
-def load_tokenizer(folder: str):
-    """The tokenizer of a checkpoint, and the model's context length."""
-    base = adapter_base(folder) or folder
-    with refusing(f"cannot load the tokenizer of {folder}"):
-        longest = context_length(AutoConfig.from_pretrained(base, trust_remote_code=False))
-        own = [*Path(folder).glob("tokenizer*.json")]
-        return AutoTokenizer.from_pretrained(folder if own else base, trust_remote_code=False), longest
-
-
-def compare_tokenizers(tokenizer, folders: dict[str, str]):
-    """Refuses a reference, or the base of one, that comes with another tokenizer than the policy."""
-    other = folders["ref_model"]
-    places = {other, adapter_base(other) or other} - {folders["model"]}
-    own = [file for place in places for file in Path(place).glob("tokenizer*.json")]
-    refuse(own and tokenizer_digest(load_tokenizer(other)[0]) != tokenizer_digest(tokenizer),
-           f"{other} has another tokenizer than the policy: name another --ref_model")
-
-
-def from_checkpoint(kind, folder: str):
-    """A model as it was saved, in eval mode and without dropout, which would add noise to every log-ratio."""
-    with refusing(f"cannot load the model {folder}"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        for part in (config, config.get_text_config()):
-            vars(part).update({name: 0.0 for name, p in vars(part).items() if "drop" in name and isinstance(p, float)})
-        model, info = kind.from_pretrained(folder, config=config, dtype="auto", use_safetensors=True,
-                                           trust_remote_code=False, output_loading_info=True)
-    missing = [*info["missing_keys"], *info["mismatched_keys"]]
-    refuse(missing, f"{folder} lacks weights ({missing[:1]}, ..), which would be random: name another model")
-    return model
-
-
-def load_model(folder: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, with a new adapter if there is --lora_r (LoRA, arXiv:2106.09685), else a frozen
-    reference. An adapter is loaded onto its base. Trained weights are float32."""
-    base, lora = adapter_base(folder), args.lora_r if trains else None
-    model = from_checkpoint(AutoModelForCausalLM, base or folder)
-    stored = model.requires_grad_(trains and not base).dtype
-    refuse(trains and (args.merge or args.lora_dropout) and not base and not lora,
-           "--merge and --lora_dropout are for adapters: add --lora_r, or leave them out")
-    if base or lora:
-        with refusing(f"cannot load the adapter {folder}" if base else f"--lora_r, --lora_target {args.lora_target}"):
-            import peft
-            target, layers = args.lora_target.replace(" ", "").split(","), [name for name, _ in model.named_modules()]
-            target = "all-linear" if target == ["all-linear"] else target
-            unknown = [name for name in target if not any(f".{layer}".endswith(f".{name}") for layer in layers)]
-            refuse(unknown and target != "all-linear", f"there is no layer {unknown}", ValueError)
-            config = peft.PeftConfig.from_pretrained(folder) if base else peft.LoraConfig(
-                task_type="CAUSAL_LM", r=lora, lora_alpha=args.lora_alpha or 2 * lora, target_modules=target)
-            refuse(base and lora, f"{folder} is an adapter already: leave out --lora_r")
-            refuse(config.is_prompt_learning, f"{folder} is no LoRA adapter")
-            config.lora_dropout = args.lora_dropout
-            for name, module in model.named_modules():
-                if name.endswith(tuple(config.modules_to_save or ())):
-                    module.float()  # peft copies it, and a copy in bfloat16 would round what the adapter has learnt
-            if base:
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("error", message="Found missing adapter keys")  # which would be noise
-                    model = peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
-                                                           use_safetensors=True)
-            else:
-                model = peft.get_peft_model(model, config)
-                for module in model.modules():  # init again in float32: peft used the model's dtype
-                    if hasattr(module, "reset_lora_parameters"):
-                        module.reset_lora_parameters("default", True)
-            ends = base_model(model).get_input_embeddings(), base_model(model).get_output_embeddings()
-            tied = ends[0].weight is ends[1].weight and any(hasattr(end, "lora_A") for end in ends)
-            refuse(args.merge and tied, "--merge would add an adapter of the embeddings to the head, or the reverse, "
-                   "because this model ties them: leave out --merge, or train other layers")
-    if dist.is_initialized():  # before float(): until then the weights are memory-mapped
-        n, whole = processes()[1], args.parallel == "ddp"
-        shape, names = ((n, 1), ("copies", "parts")) if whole else ((n,), ("parts",))
-        shard(model, dist.init_device_mesh(device, shape, mesh_dim_names=names), args.dtype)
-    model = model.eval().to(device).float()  # in this order: a copy in float32 never fills the CPU
-    for name, module in model.named_modules():
-        if trains and ".lora_dropout" in name:
-            module.train()  # the only dropout; eval_mode turns it off outside training steps
-    if trains and args.gradient_checkpointing:
-        checkpoint_layers(base_model(model))
-    with refusing(f"{folder} cannot be used"):
-        share_prompts(model, args.dtype)
-    alone = not dist.is_initialized() and not base_model(model)._is_stateful
-    if args.dtype == "bfloat16" and stored == torch.bfloat16 and alone:
-        for module in model.modules():  # same bits as autocast of float32 weights, in half the memory
-            if type(module) is torch.nn.Linear and not module.weight.requires_grad:
-                module.weight.data = module.weight.data.bfloat16()
-    return model
-
-
-def checkpoint_layers(model):
-    """Gradient checkpointing. A layer does it only in training mode; what lies inside the layer stays in eval mode."""
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # later 5.x
-    enable({"use_reentrant": False})
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
-
-
-def save_model(model, tokenizer, out: Path, args):
-    """Writes out/.model with save_pretrained. Of a LoRA run it is the adapter, unless --merge."""
-    model = model.float().merge_and_unload() if args.merge else model
-    state = full_state_dict(model.to(getattr(torch, args.save_dtype)).state_dict())
-    if processes()[0]:
-        return
-    shutil.rmtree(out / ".model", ignore_errors=True)  # left by this run, killed just before its end
-    model.save_pretrained(out / ".model", state_dict=state)
-    tokenizer.save_pretrained(out / ".model")
-    for path in filter(Path.is_file, (out / ".model").rglob("*")):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-
-
-def move_model(out: Path):
-    """out/.model -> out/model, once the last checkpoint says that the run is finished."""
-    if processes()[0] == 0:
-        shutil.rmtree(out / ".checkpoint", ignore_errors=True)  # a kill may have left it
-        if (out / ".model").exists():
-            os.replace(out / ".model", out / "model")  # an error if something else has put files there
-        refuse(not (out / "model").exists(), f"{out} holds this run, finished, but its model is gone: delete it")
-
-
-def load_function(spec: str) -> Callable:
-    """FILE.py:FUNCTION -> the function. The one place that runs a user's code, because the user asks for it."""
-    with refusing(f"cannot load {spec} as FILE.py:FUNCTION"):
-        file, name = os.path.expanduser(spec).rsplit(":", 1)
-        refuse(not Path(file).is_file(), f"there is no file {file}", FileNotFoundError)
-        sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports, and for multiprocessing
-        with chdir("."):  # it may call chdir, which would change what other paths mean
-            module = importlib.import_module(Path(file).stem)
-        refuse(not Path(module.__file__).samefile(file), f"{module.__file__} has its name: rename one", ImportError)
-        return getattr(module, name)
-
-
-# ---- Answers: the same in dpo.py and kto.py -------------------------------------------------------------------------
-
-@torch.no_grad()
-def answer(policy, tokenizer, held: list, score: Callable | None, step: int, args) -> tuple[list[dict], dict]:
-    """Samples at temperature 1, as lines of samples.jsonl, and {"eval_score": their mean --score}."""
-    longest, samples = context_length(policy.config) - args.max_new_tokens, []
-    prompts = [*{row.prompt: row for row in held}.values()]
-    rows = [row for row in prompts if len(row.prompt) <= longest][:args.samples]
-    if step == 0 and len(rows) < min(args.samples, len(prompts)):
-        print(f"{len(rows)} prompts are answered: the others leave no room for --max_new_tokens")
-    core = base_model(policy)
-    own, core.generation_config = core.generation_config, GenerationConfig()  # generate() would merge them
-    ends = own.eos_token_id if isinstance(own.eos_token_id, list) else [own.eos_token_id]
-    ends = sorted({end for end in (tokenizer.eos_token_id, *ends) if isinstance(end, int)})
-    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=args.max_new_tokens, pad_token_id=0,
-                              eos_token_id=ends or None)
-    batches = [rows] if rows and shares_prompts(policy) else [[row] for row in rows]  # others may attend to padding
-    with (gathered(policy) as in_step, eval_mode(policy), autocast(policy, args.dtype),
-          refusing(f"cannot sample from {args.model}")):
-        for batch in batches:  # all processes draw the same
-            ids = pad_sequence([torch.tensor(row.prompt) for row in batch], True, -1, "left").to(policy.device)
-            new = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), generation_config=config,
-                                synced_gpus=in_step)
-            for row, y in zip(batch, new[:, ids.shape[1]:].tolist()):
-                y = y[:next((t for t, token in enumerate(y) if token in ends), len(y))]
-                text = tokenizer.decode(y, skip_special_tokens=True)
-                samples.append({"step": step, "held_out": True, "prompt": row.row["prompt"], "completion": text})
-    core.generation_config = own
-    if not score or not rows:
-        return samples, {}
-    names = dict.fromkeys(name for row in rows for name in row.row)
-    columns = {name: [row.row.get(name) for row in rows] for name in names}
-    columns["prompts"] = columns.pop("prompt")
-    columns["completions"] = [y["completion"] if isinstance(y["prompt"], str) else
-                              [{"role": "assistant", "content": y["completion"]}] for y in samples]
-    with refusing(f"--score {args.score} failed"):
-        scores = score(**deepcopy(columns))  # a function may change its arguments in place
-        refuse(isinstance(scores, (dict, set, str, bytes)), "it must return a list of numbers", TypeError)
-        scores = [None if value is None else float(value) for value in scores]
-        refuse(not all(value is None or math.isfinite(value) for value in scores), "a score is not finite", ValueError)
-        samples = [sample | {"score": value} for sample, value in zip(samples, scores, strict=True)]
-    numbers = [value for value in scores if value is not None]
-    return samples, {"eval_score": sum(numbers) / len(numbers)} if numbers else {}
-
-
-# ---- Flags, order, files of a run: the same in dpo.py, kto.py and rloo.py -------------------------------------------
-
-def resolve_args(args):
-    """Fills in the flags that depend on others, and checks the arguments."""
-    may_be_0 = {"lr", "weight_decay", "samples", "steps", "eval_size", "warmup", "seed", "lora_dropout",
-                "label_smoothing", "ld_alpha", "simpo_gamma", "top_k", "beta"}
-    logging.disable_progress_bar()  # of transformers, one per file
-    args = replace(args, **{name: os.path.expanduser(value) for name, value in vars(args).items()
-                            if isinstance(value, (str, Path))})
-    for name, hint in get_type_hints(type(args)).items():
-        value = vars(args)[name]
-        with refusing(f"--{name} cannot be {value!r}"):  # main() may be called without a command line
-            check_type(value, hint, collection_check_strategy=CollectionCheckStrategy.ALL_ITEMS)
-            wrong = value == "" or "\0" in str(value) or isinstance(value, bool) and hint is not bool
-            refuse(wrong, "leave it out", ValueError)
-            most = 1e13 if isinstance(value, int) else 1e18
-            wrong = isinstance(value, (int, float)) and not (0 <= value < most and (value or name in may_be_0))
-            refuse(wrong and hint is not bool, f"it must be a number above 0 and below {most:g}", ValueError)
-    refuse_unused(args, {
-        "lora_alpha": ("--lora_r", args.lora_r), "lora_target": ("--lora_r", args.lora_r),
-        "ref_model": ("a reference", args.ref != "none"), "sync_mix": ("--sync_reference", args.sync_reference),
-        "sync_reference": ("--ref swap, the reference that can move", args.ref == "swap"),
-        "eval_size": ("--data without --eval_data", not args.eval_data), "score": ("--samples", args.samples),
-        "epochs": ("a run without --steps", args.steps is None)})
-    if args.model is None and args.data is None:
-        demo = {name: os.path.relpath(Path(__file__).parent / path) for name, path in DEMO.items()}
-        refuse(not Path(demo["model"]).exists(), "there is no demo/ beside this script: give --model and --data")
-        demo |= {"lr": 2e-4, "reward": (demo.get("reward"),)}
-        args = replace(args, **{name: value for name, value in demo.items() if vars(args).get(name, 0) in (None, ())})
-    refuse(not args.model or not args.data, "--model and --data go together: give both, or neither for the demo")
-    refuse(args.merge and args.save_dtype != "float32", "--merge needs --save_dtype float32: rounding changes eval_*")
-    refuse(max(args.warmup, args.lora_dropout, args.sync_mix) > 1, "--warmup, --lora_dropout, --sync_mix: at most 1")
-    auto = "bfloat16" if torch.cuda.is_available() else "float32"
-    return replace(args, lr=1e-6 if args.lr is None else args.lr, dtype=auto if args.dtype == "auto" else args.dtype,
-                   ref_model=args.ref_model or args.model)
-
-
-def refuse_unused(args, only_for: dict[str, tuple]):
-    """{flag: (what it is for, whether that is used)}: BadInput for a flag without effect."""
-    for name, (what, used) in only_for.items():
-        changed = vars(args)[name] != vars(type(args))[name]  # from its default
-        refuse(changed and not used, f"--{name} is for {what}: leave it out, or change that")
-
-
-class Stopped(RuntimeError):
-    """A run that ended early. The message says why, and what is saved."""
-
-
-def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """Random numbers as a function of seed, purpose and step or epoch: a resumed run needs no saved state."""
-    return np.random.default_rng([seed, n, *purpose.encode()])
-
-
-def step_seed(seed: int, step: int) -> int:
-    return int(generator(seed, "step", step).integers(2**32))
-
-
-def hold_out(rows: list, size: int, seed: int) -> tuple[list, list]:
-    """Splits off the rows of `size` prompts, at most a tenth of them; all rows of a prompt stay on one side."""
-    prompts = sorted({row.prompt for row in rows})
-    order = generator(seed, "hold_out").permutation(len(prompts))
-    held = {prompts[i] for i in order[:min(size, len(prompts) // 10)]}
-    return [row for row in rows if row.prompt not in held], [row for row in rows if row.prompt in held]
-
-
-def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of a step (from 1): epoch after epoch of permutations, each a function of (seed, epoch) alone."""
-    places, n = range((step - 1) * batch_size, step * batch_size), len(rows)
-    orders = {epoch: generator(seed, "order", epoch).permutation(n) for epoch in {place // n for place in places}}
-    return [rows[orders[place // n][place % n]] for place in places]
-
-
-def lr_factor(step: int, steps: int, warmup: float, schedule: str) -> float:
-    """Share of the peak learning rate at a step (from 1): linear warmup, then constant or falling to 0 at steps + 1."""
-    rise = round(warmup * steps)
-    if step <= rise:
-        return step / rise
-    left = (steps - step + 1) / max(1, steps - rise)  # 1 .. 1 / (steps − rise)
-    return {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}[schedule]
-
-
-def lock_folder(out: Path, inputs: list):
-    """Creates and locks the output folder. Refuses one that another run uses or that holds an input."""
-    bases = [adapter_base(path) for path in inputs if path and Path(path).is_dir()]
-    for path in filter(None, [*inputs, *bases]):
-        one, two = (Path(os.path.realpath(place)) for place in (path, out))
-        refuse(one.is_relative_to(two) or two.is_relative_to(one), f"--out {out} holds or lies in {path}, an input")
-    with refusing(f"--out {out} cannot be written, or another run writes into it: name another"):
-        str(out).encode()  # safetensors takes only UTF-8
-        out.mkdir(parents=True, exist_ok=True)
-        new = processes()[0] == 0 and not (out / ".run.lock").exists() and not (out / CHECKPOINT).exists()
-        for name in (CHECKPOINT, METRICS, SAMPLES, "args.json", ".checkpoint", ".model"):
-            path, is_ours = out / name, Path.is_dir if name in (".checkpoint", ".model") else Path.is_file
-            wrong = path.is_symlink() or path.exists() and (new or not is_ours(path))
-            refuse(wrong, f"{path} is there already, but not from a run: name another --out")
-        return FileLock(out / ".run.lock").acquire(timeout=0) if processes()[0] == 0 else nullcontext()
-
-
-def identify(args, rows: list, folders: dict[str, str]) -> dict:
-    """What must be equal for a bitwise-equal resume: flags, rows, weights."""
-    digested = {"model", "ref_model", "reward_model", "data", "eval_data"}  # compared by content, not by path
-    speed = {"tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every", "tensorboard", "parallel"}
-    speed -= {"tokens_per_forward", "parallel"} if args.lora_dropout else set()  # its masks depend on these
-    longer = args.schedule == "constant" and args.save_dtype == "float32"  # else the last step rounds the weights
-    may_differ = speed | ({"steps", "epochs"} if longer else set())
-    mine = {name: value for name, value in asdict(args).items() if name not in digested | {"out", "ref_cache"}}
-    weights = {folder: digest_of(folder) for folder in folders.values()}  # once, if model and ref_model are one folder
-    for name, folder in folders.items():
-        mine[f"weights of --{name}"] = weights[folder]
-        places = map(Path, filter(None, (folder, adapter_base(folder))))
-        files = [file for place in places for kind in ("*.json", "**/*.jinja") for file in sorted(place.glob(kind))]
-        texts = [file.read_bytes() for file in files if file.is_file()]  # generation_config.json and templates, too
-        mine[f"settings of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
-    for name in {"score", "reward"} & mine.keys():
-        specs = [mine[name]] if isinstance(mine[name], str) else mine[name] or ()
-        with refusing(f"cannot read --{name}"):
-            texts = [Path(os.path.expanduser(spec.rsplit(":", 1)[0])).read_bytes() for spec in specs]
-        mine[name] = [Path(spec).name for spec in specs]
-        mine[f"code of --{name}"] = hashlib.sha256(b"".join(texts)).hexdigest()
-    digests = [hashlib.sha256(repr(row).encode("utf-8", "backslashreplace")).digest() for row in rows]
-    mine["rows"] = hashlib.sha256(b"".join(digests)).hexdigest()
-    differing = [name for theirs in all_gather(mine) for name in mine if theirs[name] != mine[name]]
-    refuse(differing, f"the processes differ in {differing[:1]}: give all of them the same command and files")
-    return {name: value for name, value in mine.items() if name not in may_differ}
-
-
-def tensors_of(thing) -> dict[str, torch.Tensor]:
-    """The tensors of an object that training changes, by name. Tied weights are in it once, frozen ones not."""
-    state, others = thing.state_dict(), set()
-    if isinstance(thing, torch.optim.Optimizer):
-        return {f"{i}.{slot}": tensor for i, slots in state["state"].items() for slot, tensor in slots.items()}
-    if isinstance(thing, torch.nn.Module):
-        others = {name for name, _ in thing.named_parameters(remove_duplicate=False)}
-        others -= {name for name, p in thing.named_parameters() if p.requires_grad}
-    return {name: tensor for name, tensor in state.items() if name not in others}
-
-
-def checksum(run: str, tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256(run.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(name.encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-def save_checkpoint(out: Path, step: int, identity: dict, pending=(), **objects):
-    """Replaces out/checkpoint.safetensors atomically: tensors_of() every object, named `object.tensor`, and as JSON
-    the step, the identity of the run and the arguments of finish_step()."""
-    tensors = {f"{name}.{key}": tensor for name, thing in objects.items() for key, tensor in tensors_of(thing).items()}
-    tensors = full_state_dict(tensors)
-    if processes()[0]:
-        return
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    owners = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items()}
-    for name, tensor in tensors.items():  # save_file refuses tensors that share memory
-        tensors[name] = tensor if owners[tensor.untyped_storage().data_ptr()] == name else tensor.clone()
-    sizes = {name: (out / name).stat().st_size for name in (METRICS, SAMPLES)}
-    run = json.dumps(dict(step=step, identity=identity, sizes=sizes, pending=pending), default=str)
-    metadata = {"run": run, "sha256": checksum(run, tensors)}
-    folder = out / ".checkpoint"  # save_file itself makes a temporary file, which a kill leaves there
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    save_file(tensors, folder / CHECKPOINT, metadata)
-    with open(folder / CHECKPOINT, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(folder / CHECKPOINT, out / CHECKPOINT)
-    folder.rmdir()
-
-
-def read_checkpoint(out: Path, identity: dict) -> dict:
-    """Loads what save_checkpoint wrote. BadInput if it is damaged, or another run's."""
-    path = out / CHECKPOINT
-    if not path.exists():
-        return {"step": 0, "sizes": {METRICS: 0, SAMPLES: 0}, "pending": [{"step": 0}, []], "tensors": {}}
-    with refusing(f"{path} is damaged, or no run wrote it (name another --out)"):
-        with safe_open(path, "pt") as file:  # maps the file: processes share its memory
-            metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}
-        refuse(checksum(metadata["run"], tensors) != metadata["sha256"], "its checksum does not match", ValueError)
-        state = json.loads(metadata["run"])
-        step, sizes, (values, lines) = state["step"], state["sizes"], state["pending"] or ({"step": state["step"]}, [])
-        counts = [step, values["step"], sizes[METRICS], sizes[SAMPLES]]
-        wrong = not all(type(n) is int and n >= 0 for n in counts) or type(lines) is not list
-        wrong = wrong or values["step"] != step or bool(sizes[METRICS]) != bool(step)
-        wrong = wrong or any(type(x) not in (int, float) or 1e300 < abs(x) < math.inf for x in values.values())
-        refuse(wrong, "its step, sizes or pending line are invalid", ValueError)
-        for name, mine in json.loads(json.dumps(identity, default=str)).items():
-            theirs = state["identity"].get(name)
-            difference = f"{name} {repr(theirs)[:80]} and not {repr(mine)[:80]}"
-            if name.startswith("code of") and theirs != mine:
-                print(f"the {name} has changed since this run began")  # perhaps a mistake in it is mended
-            else:
-                refuse(theirs != mine, f"{out} holds a run with {difference}: name another --out")
-    return state | {"tensors": tensors}
-
-
-def restore(out: Path, state: dict, **objects):
-    """Restores the objects, and truncates the log files, to the checkpoint's step."""
-    for name in (METRICS, SAMPLES):
-        with refusing(f"cannot resume {out / name}"), open(out / name, "ab") as file:
-            refuse(file.tell() < state["sizes"][name], "it is shorter than it was: name another --out", ValueError)
-            if file.tell() and not state["step"]:
-                print(f"{out / name} is replaced: that run has no checkpoint")
-            file.truncate(state["sizes"][name])  # all processes do this, and to the same size
-    all_gather("truncated")  # a barrier: no process appends before all have truncated
-    for name, thing in objects.items() if state["step"] else ():
-        with refusing(f"{out / CHECKPOINT} does not fit this run"):
-            start = f"{name}."
-            saved = {key.removeprefix(start): x for key, x in state["tensors"].items() if key.startswith(start)}
-            if isinstance(thing, torch.optim.Optimizer):  # AdamW, which makes this state in its first step
-                params = [p for group in thing.param_groups for p in group["params"]]
-                for i, p in enumerate(params):
-                    if f"{i}.step" in saved:  # a parameter without gradients has none
-                        thing.state[p] = {"step": torch.zeros((), device=p.device),
-                                          "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-            own = tensors_of(thing)
-            kinds = [{key: (x.shape, x.dtype) for key, x in tensors.items()} for tensors in (own, saved)]
-            refuse(not saved or kinds[0] != kinds[1], f"it holds other tensors of the {name}", ValueError)
-            if isinstance(thing, Swap):
-                thing.load_state_dict(saved)
-            else:
-                for key, x in saved.items():
-                    own[key].copy_(part_of(x, own[key]))
-
-
-def read_lines(path: Path) -> list[dict]:
-    with refusing(f"{path} is damaged, name another --out"):
-        return [json.loads(line) | {} for line in path.read_text().splitlines()]
-
-
-def stop_if_not_finite(values: dict):
-    wrong = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
-    refuse(wrong, f"step {values['step']}: {', '.join(wrong)}: lower --lr, or look at its rows", Stopped)
-
-
-class Log:
-    """Writes metrics.jsonl, a line per step; samples.jsonl, a line per completion; TensorBoard's events if asked."""
-
-    def __init__(self, out: Path, tensorboard: bool):
-        self.out, self.history, self.board = out, read_lines(out / METRICS), None
-        values = [value for line in self.history for value in line.values()]
-        numbers = all(isinstance(value, (int, float)) and abs(value) < 1e300 for value in values)
-        refuse(not numbers, f"{out / METRICS} is damaged, name another --out")
-        if tensorboard and processes()[0] == 0:
-            with refusing("--tensorboard"):
-                from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(out)
-
-    def write(self, values: dict, samples: list[dict]):
-        stop_if_not_finite(values)
-        self.history.append(values)
-        if processes()[0]:
-            return
-        sizes = {name: (self.out / name).stat().st_size for name in (METRICS, SAMPLES)}
-        try:
-            for name in values if self.board else ():
-                self.board.add_scalar(name, values[name], values["step"])
-            for name, lines in ((METRICS, [values]), (SAMPLES, samples)):
-                with open(self.out / name, "a") as file:
-                    file.writelines(json.dumps(line, default=str) + "\n" for line in lines)
-        except BaseException:  # such as a full disk: a step is in both files or in none
-            for name, size in sizes.items():
-                os.truncate(self.out / name, size)
-            raise
-
-
-@contextmanager
-def interrupt():
-    """Yields a list to which SIGTERM or Ctrl-C appends: the loop can stop after a step. A second one stops at once."""
-    asked = []
-
-    def ask(number, frame):
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(signal.Signals(number).name)
-
-    with ExitStack() as after:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            old = signal.signal(number, ask)
-            after.callback(signal.signal, number, old)  # restores the old handler
-        yield asked
-
-
-def report(log: Log):
-    """Prints held-out samples and metrics, before and after training."""
-    if processes()[0]:
-        return
-    first, last = log.history[0], log.history[-1]
-    with refusing(f"the model is saved, but {log.out / SAMPLES} is damaged"):
-        samples = [row for row in read_lines(log.out / SAMPLES) if row.get("held_out")]
-        before, after = ([row for row in samples if row["step"] == values["step"]] for values in (first, last))
-        for old, new in list(zip(before, after))[:3]:
-            prompt = old["prompt"] if isinstance(old["prompt"], str) else old["prompt"][-1]["content"]
-            print(f"\n{prompt}\n  before  {old['completion']}\n  after   {new['completion']}")
-    names = ("eval_loss", "eval_reward", "eval_kl", "eval_rewards/margins", "eval_rewards/accuracies", "eval_score")
-    print(f"\n{'held out':28}{'before':>8}{'after':>8}")
-    for name in names:
-        if name in first and name in last:
-            print(f"{name:28}{first[name]:z8.3f}{last[name]:z8.3f}")  # z: 0.000 instead of -0.000
-
-
-def command_line(args):
-    """Runs main(). An error that the user can fix prints one sentence and exits, without a traceback."""
-    try:
-        main(args)
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except (Exception, KeyboardInterrupt) as error:
-        sentence = str(error) if isinstance(error, (BadInput, Stopped)) else one_line(error)
-        if int(os.environ.get("RANK", 0)) and not isinstance(error, Stopped):  # all processes are Stopped together
-            time.sleep(3)  # if rank 0 fails with the same error, torchrun ends this one meanwhile
-            sys.stderr = sys.__stderr__
-        if isinstance(error, MemoryError):  # Python's or numpy's: not the model's forwards
-            sentence += ": this machine has too little memory"
-        elif out_of_memory(error):
-            sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        elif isinstance(error, dist.DistError) or "gloo/transport" in sentence:
-            sentence = "another process has died: the same command resumes from the last checkpoint"
-        elif not isinstance(error, (BadInput, Stopped, OSError, SafetensorError, KeyboardInterrupt)):  # a full disk
-            raise
-        print("; ".join([f"{Path(sys.argv[0]).name}: {sentence}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        sys.exit({BadInput: 2, KeyboardInterrupt: 130}.get(type(error), 1))
-
-
-# ---- Batches over micro-batches and processes: the same in dpo.py and kto.py ----------------------------------------
-
-def all_rows(parts: list[tuple], n: int) -> Batch:
-    """[(places, what measure() gave for these rows), ..] of every process -> the values of all n rows, detached."""
-    values = torch.zeros(len(Batch._fields), n, device=parts[0][1][0].device)
-    for places, batch in parts:
-        values[:, places] = torch.stack([x[:len(places)].float() for x in batch])
-    return Batch(*(x.to(like.dtype) for x, like in zip(all_reduce(values), parts[0][1])))
+def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
+    """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs."""
+    logps = completion_logprobs(policy, groups(rows), args.tokens_per_forward, args.dtype)
+    ratios = log_ratios(logps, groups(rows), ref_logps, args.humanline)  # both: per row [(|y|,)]
+    return Batch(
+        logp=sum_tokens(logps).squeeze(1),
+        ratio=sum_tokens(ratios).squeeze(1),
+        is_desirable=to_device(torch.tensor([row.is_desirable for row in rows]), policy.device),
+        length=to_device(torch.tensor([len(row.completion) for row in rows]), policy.device),
+    )
 
 
 @torch.no_grad()
-def measure_all(policy, rows: list[Row], known, args: Args) -> Batch:
-    """measure() of any number of rows, in micro-batches, shared out over the processes. No gradient."""
-    micros = micro_batches(policy, groups(rows), args.tokens_per_forward, *processes())
-    parts = [(micro, measure(policy, [rows[i] for i in micro or [0]], known, args)) for micro in micros]
-    return all_rows(parts, len(rows))
+def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
+    """z of equation 7, a scalar: a mean over the whole batch, then clamped, without β."""
+    others = other_groups(rows)
+    total = torch.zeros((), device=policy.device)
+    for indices in micro_batches(policy, others, args.tokens_per_forward, *processes()):
+        micro = [others[i] for i in indices or [0]]
+        logps = completion_logprobs(policy, micro, args.tokens_per_forward, args.dtype)
+        ratios = log_ratios(logps, micro, ref_logps, args.humanline)
+        total += sum_tokens(ratios).sum() * bool(indices)  # an empty micro-batch counts 0 times, see micro_batches
+    mean = all_reduce(total) / max(1, len(others))
+    return mean.clamp(min=0)
 
 
-# ---- Training -------------------------------------------------------------------------------------------------------
-
-def measure(policy, rows: list[Row], known, args: Args) -> Batch:
-    """The Batch of these rows. known[prompt, answer]: token log-probs of the reference."""
-    logps = completion_logprobs(policy, groups(rows), args.tokens_per_forward, args.dtype)  # per row [(|y|,)]
-    ratios = log_ratios(logps, groups(rows), known, args.humanline)
-    logps, ratios = (pad_sequence([y for (y,) in x], True) for x in (logps, ratios))  # (B, T), 0 at the end
-    low, high = args.humanline or (-math.inf, math.inf)
-    size = to_device(torch.tensor([len(row.completion) for row in rows]), logps.device)  # (B,)
-    label = to_device(torch.tensor([row.label for row in rows]), logps.device)
-    unclamped = 1 - ((ratios <= low) | (ratios >= high)).sum(1) / size
-    return Batch(logps.sum(1), ratios.sum(1), label, size.float(), unclamped)
-
-
-@torch.no_grad()
-def estimate_kl(policy, rows: list[Row], known, args: Args) -> torch.Tensor:
-    """z of equation 7: a mean over the whole batch, then clamped, without β."""
-    others, total = other_groups(rows), torch.zeros((), device=policy.device)
-    with eval_mode(policy):
-        for micro in micro_batches(policy, others, args.tokens_per_forward, *processes()):
-            batch = [others[i] for i in micro or [0]]
-            logps = completion_logprobs(policy, batch, args.tokens_per_forward, args.dtype)
-            ratios = log_ratios(logps, batch, known, args.humanline)
-            total += bool(micro) * torch.cat([ratio for (ratio,) in ratios]).sum()
-    return (all_reduce(total) / max(1, len(others))).clamp(min=0)
+def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
+    """Mean metrics of a batch, in micro-batches that the processes share. With `train`, adds the loss's gradient."""
+    z = estimate_kl(policy, rows, ref_logps, args)
+    sums, counts = Counter(), Counter()
+    for indices in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
+        micro = [rows[i] for i in indices or [0]]
+        has_rows = bool(indices)  # an empty micro-batch counts 0 times, see micro_batches
+        with torch.set_grad_enabled(train):
+            values = metrics(measure(policy, micro, ref_logps, args), z, args)
+            loss = values["loss"][0].sum() / len(rows) * has_rows
+        if train:
+            loss.backward()
+        for name, (value, mask) in values.items():
+            sums[name] += (value.detach() * mask).sum() * has_rows
+            counts[name] += mask.sum() * has_rows
+    totals = all_reduce(torch.stack([*sums.values(), *counts.values()])).view(2, -1)
+    means = {name: total / count for name, total, count in zip(sums, *totals.tolist()) if count}
+    if "rewards/chosen" in means and "rewards/rejected" in means:
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return means | {"kl": z.item()}
 
 
-def backward(policy, rows: list[Row], known, args: Args) -> tuple[Batch, torch.Tensor]:
-    """Accumulates the gradient of the batch's mean loss over micro-batches. Returns the batch and z."""
-    z, parts = estimate_kl(policy, rows, known, args), []
-    for micro in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
-        places = micro or [0]  # an empty micro-batch: FSDP needs equally many forwards in all processes
-        batch = measure(policy, [rows[i] for i in places], known, args)
-        loss = feedback_loss(args.loss, batch, z, args).sum() / len(rows)
-        (loss * bool(micro)).backward()
-        parts.append((micro, Batch(*(x.detach() for x in batch))))
-    return all_rows(parts, len(rows)), z
-
-
-@torch.no_grad()
 def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]:
-    known = reference_logprobs(reference, all_groups(rows), args.tokens_per_forward, args.dtype)
-    with eval_mode(policy):
-        batch, z = measure_all(policy, rows, known, args), estimate_kl(policy, rows, known, args)
-    return {f"eval_{name}": value for name, value in metrics(batch, z, args).items()}
+    """Mean metrics of held-out rows."""
+    if not rows:
+        return {}
+    needed = groups(rows) + other_groups(rows)
+    ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward, args.dtype)
+    means = run_batch(policy, rows, ref_logps, args, train=False)
+    return {f"eval_{name}": value for name, value in means.items()}
 
 
-def check(args: Args):
-    refuse_unused(args, {
-        "ref_cache": ("--ref cache", args.ref == "cache"), "humanline": ("--ref swap", args.ref == "swap"),
-        "desirable_weight": ("runs without --balance", not args.balance),
-        "undesirable_weight": ("runs without --balance", not args.balance)})
-    refuse(not args.beta, "--beta must be above 0")
-    own, cache = (Path(os.path.realpath(path)) for path in (args.out, args.ref_cache or "reference_logprobs.pkl"))
-    other = cache.name in (METRICS, SAMPLES, CHECKPOINT, "args.json", ".run", ".run.lock")
-    other = other or {own / "model", own / ".model", own / ".checkpoint"} & {cache, *cache.parents}
-    refuse(other, f"--ref_cache {args.ref_cache} is the name of another output: choose another")
-    low, high = args.humanline or (-1, 1)
-    wrong = not low < 0 < high or any(1e30 < abs(x) < math.inf for x in (low, high))  # float32 cannot hold them
-    refuse(wrong, "--humanline: first below 0, second above")
-
+# ---- Training --------------------------------------------------------
 
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
-    args = resolve_args(args)
-    check(args)
-    began, device, out = time.monotonic(), init_processes(), Path(args.out).absolute()  # a score may call chdir
-    folders = {name: find_folder(vars(args)[name]) for name in ("model", "ref_model")}
-    score = load_function(args.score) if args.score else None
-    tokenizer, longest = load_tokenizer(folders["model"])
-    compare_tokenizers(tokenizer, folders)
-    max_length = min(args.max_length, longest)
-    train, held = (load_rows(file, tokenizer, max_length, args) if file else [] for file in (args.data, args.eval_data))
-    if not args.eval_data:
-        train, held = hold_out(train, args.eval_size, args.seed)
-    args = weigh(train, args)
-    print(f"{len(train)} rows to train on, {len(held)} held out")
-    if args.show_data:
-        print(tokenizer.decode(train[0].prompt), *(f"[{tokenizer.decode([t])}]" for t in train[0].completion), sep="")
-        return []
+    device = start_processes()
+    args = resolve(args, device)
+    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    args = replace(args, max_length=min(args.max_length, context))
+    out = Path(args.out)
+    lock = open_folder(out, args)  # until this function returns
+
+    tokenizer = load_tokenizer(args.model, args.ref_model)
+    train_rows, eval_rows = load_data(tokenizer, args)
+    print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out. The first, | before each trained token:")
+    print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].completion), sep="|")
     if args.loss == "kto":
-        train, held = draw_others(train, held, max_length, args.seed)
-    batch_size = min(args.batch_size, len(train))
-    steps = math.ceil(args.epochs * len(train) / batch_size) if args.steps is None else args.steps
-    with lock_folder(out, [*folders.values(), args.data, args.eval_data]), interrupt() as signals:
-        identity = identify(args, [*train, None, *held], folders) | {"steps of --warmup": round(args.warmup * steps)}
-        state = read_checkpoint(out, identity)
-        finished = state["step"] > 0 and not state["tensors"]  # the last checkpoint holds no weights
-        refuse(state["step"] > steps or finished and state["step"] < steps,
-               f"{out} holds a run of {state['step']} steps, and this one has {steps}: name another --out")
-        early = os.path.lexists(out / "model") and not finished  # it is not of this run
-        refuse(early, f"{out / 'model'} is there already: name another --out")
-        if finished:
-            move_model(out)
-            print(f"{out} holds this run, finished after {state['step']} steps: nothing to do")
-            return read_lines(out / METRICS)
-        if processes()[0] == 0:
-            (out / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        train_rows, eval_rows = draw_others(train_rows, eval_rows, args)
+    print_balance(train_rows, args)
+    batch_size = min(args.batch_size, len(train_rows))
+    steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
 
-        # the reference first: its model is freed before the policy is loaded, so memory never holds both
-        if args.ref == "cache":
-            reference = ReferenceCache(reference=identity["weights of --ref_model"],
-                                       tokenizer=tokenizer_digest(tokenizer), dtype=args.dtype)
-            path = args.ref_cache or f"{args.out}/reference_logprobs.pkl"
-            scored = reference.fill(lambda: load_model(folders["ref_model"], device, args), all_groups(train + held),
-                                    args.tokens_per_forward, args.dtype, path)
-            print(f"reference: {scored} completions scored, the others known from {path}")
-        set_seed(step_seed(args.seed, 0))  # for a new adapter
-        policy = load_model(folders["model"], device, args, trains=True)
-        if args.ref == "live":
-            reference = nullcontext(load_model(folders["ref_model"], device, args))
-        if args.ref == "swap":  # in a LoRA run it is the adapter alone: the base comes with the policy
-            other = folders["ref_model"] != folders["model"]
-            reference = Swap(policy, load_model(folders["ref_model"], "cpu", args) if other else None)
-        trained = [p for p in policy.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=args.weight_decay, fused=True)
-        changing = dict(policy=policy, optimizer=optimizer)  # what a checkpoint holds
-        changing |= {"reference": reference} if args.sync_reference or args.humanline else {}
-        restore(out, state, **changing)
-        done, saved, pending = state["step"], state["step"], state["pending"]
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda n: lr_factor(state["step"] + n + 1, steps, args.warmup, args.schedule))
-        # to save memory, keep only the log-probs that this process needs; beyond 4 epochs these are nearly all
-        if args.ref == "cache" and processes()[1] > 1 and steps * batch_size < 4 * len(train):
-            batches = [held, *(batch_rows(step, train, batch_size, args.seed) for step in range(done + 1, steps + 1))]
-            parts = [part for rows in batches for part in (groups(rows), other_groups(rows))]
-            reference.keep_share(policy, parts, args.tokens_per_forward)
-        log = Log(out, args.tensorboard)
+    # The reference comes first: fill() frees its model before the policy is loaded, so memory never holds both.
+    reference = None
+    digest = checkpoint_digest(args.ref_model)
+    if args.ref == "cache":
+        reference = ReferenceCache(name=args.ref_model, reference=digest, dtype=args.dtype)
+        path = args.ref_cache or out / "reference_logprobs.pkl"
+        needed = groups(train_rows + eval_rows) + other_groups(train_rows + eval_rows)
+        scored = reference.fill(lambda: load_model(args.ref_model, device, args), needed, args.tokens_per_forward,
+                                args.dtype, path)
+        print(f"reference: {scored} completions scored, the others from {path}")
+    if steps == 0:
+        return []
+    torch.manual_seed(args.seed)  # for a new adapter
+    policy = load_model(args.model, device, args, trains=True)
+    if args.ref != "cache":
+        reference = load_reference(policy, device, args)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=args.weight_decay, fused=True)  # lr is set in the loop
 
-        def finish_step(values: dict, answers: list[dict]):
-            """Evaluates the policy if that is due, and writes the log line of a step whose update is done."""
-            step, last = values["step"], values["step"] == steps
-            set_seed(step_seed(args.seed, step))
-            if last and args.save_dtype == "bfloat16":
-                if held:
-                    tqdm.write(f"before rounding to bfloat16: {evaluate(policy, held, reference, args)}")
-                for p in trained:  # what is evaluated is what is saved
-                    p.data.copy_(p.data.bfloat16())
-            if last or step == 0:
-                answers, scored = answer(policy, tokenizer, held, score, step, args)
-                values |= scored
-            if held and (last or step % (args.eval_every or steps) == 0):
-                values |= evaluate(policy, held, reference, args)
-                held_out = [f"{name} {value:.3f}" for name, value in values.items() if name.startswith("eval_")]
-                tqdm.write(f"step {step}: {', '.join(held_out)}")
-            log.write(values, answers)
+    state = {"training": training_state(policy, optimizer)}  # what a checkpoint holds
+    if args.sync_reference or args.humanline:
+        state["reference"] = reference
+    run = describe_run(train_rows, digest, args)
+    last_step = restore_checkpoint(out, run, state)
+    if last_step == 0:
+        values = {"step": 0}
+        values |= write_samples(policy, tokenizer, eval_rows, 0, out, args)
+        values |= evaluate(policy, eval_rows, reference, args)
+        log(out, values, args)
 
-        if pending:  # the first evaluation, or one that failed after its step's update was saved
-            finish_step(*pending)
-        if steps == 0:
-            print("--steps 0: nothing is trained; a filled cache can serve other runs")
-            return log.history
-        tokens, known = log.history[-1].get("num_tokens", 0), None
-        window = 1 if args.humanline or args.ref in ("cache", "none") else args.sync_reference or 16  # steps per swap
-        bar = tqdm(range(done + 1, steps + 1), desc="train", initial=done, total=steps)
+    window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
+    ref_logps = None
+    tokens = 0
+    began = time.monotonic()
+    progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
+    for step in progress:
+        torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
+        rows = batch_rows(step, train_rows, batch_size, args.seed)
+        first = step - (step - 1) % window
+        if step == first or ref_logps is None:  # a resumed run scores the same window
+            steps_ahead = range(first, min(first + window, steps + 1))
+            ahead = [row for n in steps_ahead for row in batch_rows(n, train_rows, batch_size, args.seed)]
+            needed = groups(ahead) + other_groups(ahead)
+            ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward, args.dtype)
+        values = {"step": step, **run_batch(policy, rows, ref_logps, args, train=True)}
+        if step == 1 and args.ref_model == args.model:
+            check_agreement(values["logratio"], args.dtype)
+
+        if args.humanline:
+            reference.sync()  # before the update, as HALOs does
+        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+        values["grad_norm"] = full_tensor(grad_norm).item()
+        values["learning_rate"] = learning_rate(step, steps, args)
+        check_finite(step, values)
+        for group in optimizer.param_groups:
+            group["lr"] = values["learning_rate"]
+        optimizer.step()
+        optimizer.zero_grad()
+        if args.sync_reference and step % args.sync_reference == 0:
+            reference.sync(args.sync_mix)  # after it, as in TR-DPO, arXiv:2404.09656
+
+        if step == steps:
+            values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
+        if step == steps or (args.eval_every and step % args.eval_every == 0):
+            values |= evaluate(policy, eval_rows, reference, args)
+        log(out, values, args)
+        if args.model_every and step % args.model_every == 0:
+            save_model(policy, tokenizer, out / f"model-{step}")
+        if step == steps or step % args.save_every == 0:
+            save_checkpoint(out, step, run, state)
+        tokens += sum(len(row.prompt) + len(row.completion) for row in rows)
+        speed = f"{tokens / (time.monotonic() - began):.0f} tokens/s"
+        progress.set_postfix_str(f"loss {values['loss']:.3f}, {speed}", refresh=False)
+
+    save_model(policy, tokenizer, out / "model")
+    print(f"{steps} steps of {batch_size} rows; the model is in {out / 'model'}")
+    return report(out)
+
+
+# ---- Answers to held-out prompts: the same in dpo.py and kto.py ------
+
+def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> dict[str, float]:
+    """Answers held-out prompts into samples.jsonl. Returns the mean of --score."""
+    longest = context_length(policy.config) - args.max_new_tokens
+    rows = list({row.prompt: row for row in rows if len(row.prompt) <= longest}.values())[:args.samples]  # one each
+    if not rows:
+        return {}
+    prompts = [row.columns["prompt"] for row in rows]
+    ids = generate(policy, tokenizer, [row.prompt for row in rows], args)
+    answers = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, answers)]
+    means = {}
+    if args.score:
+        names = {name for row in rows for name in row.columns} - {"prompt"}
+        columns = {name: [row.columns.get(name) for row in rows] for name in names}
+        completions = answers
+        if isinstance(prompts[0], list):
+            completions = [[{"role": "assistant", "content": text}] for text in answers]
+        inputs = deepcopy(columns | {"prompts": prompts, "completions": completions})  # a function may change them
+        scores = load_function(args.score)(**inputs)
+        if scores is None or None in scores:
+            raise BadInput(f"{args.score} returned None: is a return missing?")
+        lines = [line | {"score": float(score)} for line, score in zip(lines, scores, strict=True)]
+        means["eval_score"] = float(np.mean(scores))
+    append(out / "samples.jsonl", lines)
+    return means
+
+
+@torch.no_grad()
+def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
+    """Token ids of one sample for each prompt, at temperature 1, without EOS."""
+    core = base_model(policy)
+    stops = stop_tokens(core, tokenizer)
+    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(policy.device)
+    own_config = core.generation_config
+    core.generation_config = GenerationConfig()  # generate() would take its repetition_penalty, min_p, ..
+    with autocast(policy, args.dtype):
+        rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), max_new_tokens=args.max_new_tokens,
+                             do_sample=True, top_k=0, eos_token_id=stops, pad_token_id=0,
+                             synced_gpus=dist.is_initialized())
+    core.generation_config = own_config
+    samples = []
+    for row in rows[:, ids.shape[1]:].tolist():
+        end = next((t for t, token in enumerate(row) if token in stops), None)  # what follows is padding
+        samples.append(tuple(row[:end]))
+    return samples
+
+
+# ---- Rows of the data ------------------------------------------------
+
+def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
+    """A pair gives two rows, any other row one."""
+    rows = []
+    for prompt, completions, columns in encode(tokenizer, source, answers_of, args):
+        labels = [True, False] if len(completions) == 2 else [is_desirable(columns)]
+        for completion, label in zip(completions, labels):
+            rows.append(Row(prompt, completion, label, (), columns))
+    return rows
+
+
+def answers_of(row: dict) -> list:
+    if "chosen" in row:
+        return [row["chosen"], row["rejected"]]
+    is_desirable(row)  # a bad label is an error of this row
+    return [row["completion"]]
+
+
+def is_desirable(row: dict) -> bool:
+    labels = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    label = str(row["label"])
+    if label.lower() not in labels:
+        raise ValueError(f"a label is true or false, 1 or 0, not {label}")
+    return labels[label.lower()]
+
+
+def derange(prompts: list[tuple], seed: int) -> list[int]:
+    """For each row the index of a row with another prompt; each index occurs once. The shuffled rows are sorted by
+    prompt, and this order is rotated by the number of rows of the most frequent prompt."""
+    rows_of: dict[tuple, list[int]] = {}
+    for i in generator(seed, "derange").permutation(len(prompts)).tolist():
+        rows_of.setdefault(prompts[i], []).append(i)
+    most = max(len(rows) for rows in rows_of.values())
+    if 2 * most > len(prompts):
+        raise BadInput(f"one prompt has {most} of the {len(prompts)} rows, so some rows have no answer to another "
+                       "prompt for z: add rows of other prompts, or use --loss apo_zero_unpaired")
+    order = [i for rows in rows_of.values() for i in rows]
+    partners = dict(zip(order, order[most:] + order[:most]))
+    return [partners[i] for i in range(len(prompts))]
+
+
+def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tuple[list[Row], list[Row]]:
+    """Draws y' for every row, once for all epochs. Held-out rows get answers of training rows."""
+    partners = derange([row.prompt for row in train_rows], args.seed)
+    train_others = [train_rows[j] for j in partners]
+    eval_others = []
+    for i, row in enumerate(eval_rows):
+        turn = i % len(partners)
+        candidates = (train_rows[j] for j in partners[turn:] + partners[:turn])
+        eval_others.append(next(other for other in candidates if other.prompt != row.prompt))
+
+    def with_others(rows, others):
+        pairs = zip(rows, others)
+        return [row._replace(other=other.completion[:args.max_length - len(row.prompt)]) for row, other in pairs]
+
+    return with_others(train_rows, train_others), with_others(eval_rows, eval_others)
+
+
+def print_balance(train_rows: list[Row], args: Args):
+    desirable = sum(row.is_desirable for row in train_rows)
+    undesirable = len(train_rows) - desirable
+    if not desirable or not undesirable:
+        raise BadInput(f"{args.data}: all rows have the same label, but KTO needs both")
+    ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
+    print(f"{desirable} desirable rows, {undesirable} others: λ_D n_D / λ_U n_U is {ratio:.2f}; the paper's "
+          "equation 8 asks for 1 to 4/3: see --desirable_weight, --undesirable_weight")
+
+
+# ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
+
+def load_data(tokenizer, args) -> tuple[list, list]:
+    """Rows to train on, and held-out rows. Without --eval_data these are all rows of some prompts."""
+    rows = load_rows(args.data, tokenizer, args)
+    if args.eval_data:
+        return rows, load_rows(args.eval_data, tokenizer, args)
+    prompts = sorted({row.prompt for row in rows})
+    order = generator(args.seed, "hold_out").permutation(len(prompts))
+    held_out = {prompts[i] for i in order[:min(args.eval_size, len(prompts) // 10)]}
+    return [row for row in rows if row.prompt not in held_out], [row for row in rows if row.prompt in held_out]
+
+
+def read_rows(source: str) -> list:
+    """The rows of a file (of .jsonl the lines), or of a hub dataset NAME[:SPLIT]."""
+    match Path(source).suffix:
+        case ".jsonl":
+            return open(source, encoding="utf-8-sig").readlines()
+        case ".json":
+            return json.loads(Path(source).read_text(encoding="utf-8-sig"))
+        case ".csv":
+            return list(csv.DictReader(open(source, encoding="utf-8-sig", newline="")))
+        case ".parquet":
+            return optional("pyarrow.parquet").read_table(source).to_pylist()
+        case _:
+            name, _, split = source.partition(":")
+            return list(optional("datasets").load_dataset(name, split=split or "train"))
+
+
+def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
+    """Reads and tokenizes a file: [(prompt ids, [completion ids, ..], columns), ..]. Drops rows that cannot be trained
+    on, and says how many. answers_of(row): the answers in it."""
+    try:
+        file_rows = read_rows(source)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{source} cannot be read: {error}") from error
+    rows = []
+    texts = []  # per row the prompt, and prompt + each answer
+    kinds = set()
+    counts = Counter()
+    unit = "line" if source.endswith(".jsonl") else "row"
+    for number, row in enumerate(file_rows, 1):
+        if isinstance(row, str) and not row.strip():
+            continue
         try:
-            for step in bar:
-                tick = time.monotonic()
-                set_seed(step_seed(args.seed, step))  # a resumed run needs no saved random state
-                rows = batch_rows(step, train, batch_size, args.seed)
-                first = step - (step - 1) % window
-                if known is None or step == first:
-                    window_steps = range(first, min(first + window, steps + 1))
-                    ahead = train  # all rows, or those of fewer steps than an epoch has
-                    if len(window_steps) * batch_size < len(train):
-                        ahead = [row for n in window_steps for row in batch_rows(n, train, batch_size, args.seed)]
-                    known = reference_logprobs(reference, all_groups(ahead), args.tokens_per_forward, args.dtype)
-                batch, z = backward(policy, rows, known, args)
-                grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm)
-                tokens += sum(len(row.prompt) + len(row.completion) for row in rows)
-                values = {"step": step, **metrics(batch, z, args), "grad_norm": full_tensor(grad_norm).item(),
-                          "lr": scheduler.get_last_lr()[0], "num_tokens": tokens}
-                stop_if_not_finite(values)
-                if step == 1 and not args.lora_dropout and args.ref_model == args.model:
-                    check_agreement(batch.ratio / batch.size, args.dtype)
-                done = None  # no checkpoint between the update and its log line
-                if args.humanline:
-                    reference.sync()  # before the update, as HALOs does
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step()
-                if args.sync_reference and step % args.sync_reference == 0:
-                    reference.sync(args.sync_mix)  # after it, as in TR-DPO, arXiv:2404.09656
-                done, pending = step, (values, [])
-                finish_step(*pending)
-                pending = ()
-                speed = (tokens - log.history[-2].get("num_tokens", 0)) / (time.monotonic() - tick)
-                bar.set_postfix({"loss": values["loss"], "accuracy": values["rewards/accuracies"], "tok/s": int(speed)})
-                stopping = any(all_gather(bool(signals)))
-                if step % args.save_every == 0 or step == steps:
-                    save_checkpoint(out, step, identity, **changing)
-                    saved = step
-                refuse(stopping and step < steps, (signals or ["a signal to another process"])[0], Stopped)
-            save_model(policy, tokenizer, out, args)
-            save_checkpoint(out, steps, identity)  # without weights: the run is finished
-            move_model(out)
-        except Exception as error:
-            all_here = not dist.is_initialized() or isinstance(error, Stopped)  # saving needs all processes
-            if done and done > saved and all_here:
-                with suppress(Exception):  # such as a full disk, perhaps for the second time
-                    save_checkpoint(out, done, identity, pending, **changing)
-                    saved = done
-            if saved:
-                error.add_note(f"step {saved} is saved: run the same command to resume")
-            raise
-    report(log)
-    print(f"\n{steps} steps of {batch_size} rows in {time.monotonic() - began:.0f} s; the model is in {out / 'model'}")
-    return log.history
+            columns = json.loads(row) if isinstance(row, str) else row
+            if None in columns:
+                raise ValueError("more cells than the header")
+            prompt, answers, repeats = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat)
+            texts.append(render(tokenizer, prompt, answers, args))
+            rows.append(columns | {"prompt": prompt})
+            kinds.add((type(prompt), columns.get("prompt") is None))
+            if len(kinds) > 1:
+                raise ValueError("unlike the rows before: strings or messages, with or without a prompt")
+        except Exception as error:  # of a malformed row, or of the template
+            raise BadInput(f"{source} {unit} {number}: {error!r} in {str(row)[:200]}") from error
+        counts["with answers that repeat the prompt"] += repeats
+    if not rows:
+        raise BadInput(f"{source} holds no rows")
+    is_text = isinstance(rows[0]["prompt"], str)
+    if is_text and args.chat_template_kwargs != "{}":
+        raise BadInput(f"{source}: --chat_template_kwargs is not for strings: add --as_chat")
+    if is_text and tokenizer.chat_template:
+        print(f"{source}: strings are trained without the model's chat template; --as_chat applies it")
+
+    encoded = []
+    lengths = []
+    for row, sequences in zip(rows, tokenize(tokenizer, texts, add_bos=is_text)):
+        end = common_prefix(sequences)  # a token may join the prompt's end with the answer's beginning
+        prompt = tuple(sequences[0][:end])
+        completions = [tuple(ids[end:]) for ids in sequences[1:]]
+        beginnings = [tokenizer.decode(ids[:99], skip_special_tokens=True) for ids in completions]
+        lengths.append(max(map(len, sequences)))
+        if not prompt or not all(text.strip() for text in beginnings):
+            counts["dropped: empty"] += 1
+        elif len(set(completions)) < len(completions):
+            counts["dropped: equal answers"] += 1
+        elif lengths[-1] > args.max_length:
+            counts[f"dropped: longer than {args.max_length} tokens"] += 1
+        else:
+            encoded.append((prompt, completions, row))
+    notes = [f"{count} {note}" for note, count in counts.items() if count]
+    print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
+    if 2 * len(encoded) < len(rows):
+        enough = sorted(lengths)[math.ceil(0.95 * len(rows)) - 1]
+        raise BadInput(f"{source}: too few rows ({', '.join(notes)}): --max_length {enough} would keep 95 %")
+    return encoded
+
+
+def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list, bool]:
+    """Returns prompt and answers (strings or lists of messages), and whether the answers repeated the prompt. A prompt
+    of None becomes what the answers have in common."""
+    for text in (prompt, *answers):
+        is_json = isinstance(text, str) and text.lstrip().startswith(("[{", "{'", '{"'))
+        if is_json and "role" in text and "content" in text:
+            raise ValueError("messages written as a string")
+    if prompt is None:
+        if len(answers) < 2:
+            raise KeyError("prompt")
+        prompt = answers[0][:common_prefix(answers)]
+        if isinstance(prompt, str):
+            prompt = prompt.removesuffix(" ")  # a space belongs to the token that follows it
+        answers = [answer[len(prompt):] for answer in answers]
+    if isinstance(prompt, str) and answers and not isinstance(answers[0], str):
+        prompt = [{"role": "user", "content": prompt}]
+    is_short = isinstance(prompt, str) and len(prompt) <= 20  # an answer may begin with the same word
+    repeats = bool(answers) and not is_short and all(answer[:len(prompt)] == prompt for answer in answers)
+    if repeats:
+        answers = [answer[len(prompt):] for answer in answers]
+    roles = {answer[0]["role"] for answer in answers if answer and isinstance(answer, list)}
+    if roles & {"user", "system"}:
+        raise ValueError("an answer begins with a user or system message")
+    if as_chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+        answers = [[{"role": "assistant", "content": answer}] for answer in answers]
+    return prompt, answers, repeats
+
+
+def common_prefix(sequences: list) -> int:
+    """Length of the longest common beginning."""
+    length = 0
+    for items in zip(*sequences):
+        if items.count(items[0]) < len(items):
+            break
+        length += 1
+    return length
+
+
+def render(tokenizer, prompt, answers: list, args) -> list[str]:
+    """The text of the prompt, and of prompt + each answer. Strings end with EOS, chats as their template says."""
+    if isinstance(prompt, str):
+        eos = tokenizer.eos_token
+        return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
+    options = {"tokenize": False, **json.loads(args.chat_template_kwargs)}
+    ending = "continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"
+    texts = [tokenizer.apply_chat_template(prompt, **{ending: True}, **options)]
+    for answer in answers:
+        before = prompt
+        if answer and before[-1]["role"] == answer[0]["role"] == "assistant":  # one message, not two
+            answer = [answer[0] | {"content": before[-1]["content"] + answer[0]["content"]}, *answer[1:]]
+            before = before[:-1]
+        texts.append(tokenizer.apply_chat_template(before + answer, **options))
+    return texts
+
+
+def tokenize(tokenizer, texts: list[list[str]], add_bos: bool) -> list[list[list[int]]]:
+    """Token ids of each text, with the tokenizer's BOS unless it is there already."""
+    plain, full = (tokenizer(texts[0][-1], add_special_tokens=special).input_ids for special in (False, True))
+    n_bos = next(n for n in range(len(full)) if full[n:n + len(plain)] == plain)
+    bos = full[:n_bos] if add_bos else []
+    flat = [text for row in texts for text in row]
+    flat_ids = []
+    for start in progress_bar(range(0, len(flat), 4096), desc="tokenize", unit="batch"):
+        part = flat[start:start + 4096]
+        flat_ids += tokenizer(part, add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids
+    with_bos = (ids if ids[:len(bos)] == bos else bos + ids for ids in flat_ids)
+    return [[next(with_bos) for _ in row] for row in texts]
+
+
+# ---- Models: the same in dpo.py, kto.py and rloo.py ------------------
+
+def base_of(name: str) -> str:
+    """The base of an adapter, or the checkpoint itself."""
+    config = find_adapter_config_file(name)
+    return json.loads(Path(config).read_text())["base_model_name_or_path"] if config else name
+
+
+def load_tokenizer(name: str, ref_name: str | None = None):
+    """The tokenizer of a checkpoint or of its base. Refuses a reference with another one."""
+    is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
+    tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
+    if ref_name not in (None, name) and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
+        raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
+    return tokenizer
+
+
+def stop_tokens(core, tokenizer) -> list[int]:
+    """The ids that end a completion, of tokenizer and model."""
+    stops = core.generation_config.eos_token_id
+    stops = stops if isinstance(stops, list) else [stops]
+    return sorted({tokenizer.eos_token_id, *stops} - {None})
+
+
+def load_model(name: str, device: str, args, trains: bool = False):
+    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio."""
+    base = base_of(name)
+    model = load_checkpoint(AutoModelForCausalLM, base).requires_grad_(trains and base == name)
+    stored_dtype = model.dtype
+    if base != name or (trains and args.lora_r):
+        model = add_adapter(model, name if base != name else None, trains, args)
+    if dist.is_initialized():
+        shard(model, dist.init_device_mesh(device, (dist.get_world_size(),)), args.dtype)
+    model.eval().to(device).float()
+    if trains and args.gradient_checkpointing:
+        for layer in model.modules():
+            if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    share_prompts(model, args.dtype)
+    if args.dtype == "bfloat16" and stored_dtype == torch.bfloat16 and not dist.is_initialized():
+        embeddings = base_model(model).get_input_embeddings().weight  # they stay float32, also as a tied head
+        for module in model.modules():
+            if type(module) is torch.nn.Linear and not module.weight.requires_grad and module.weight is not embeddings:
+                module.weight.data = module.weight.data.bfloat16()  # as autocast would in every forward
+    return model
+
+
+def load_checkpoint(kind, name: str):
+    """A model of a transformers class, with all its weights."""
+    name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
+    model, info = kind.from_pretrained(name, dtype="auto", output_loading_info=True)
+    if info["missing_keys"]:
+        raise BadInput(f"{name} has no weights for {min(info['missing_keys'])}")
+    return model
+
+
+def add_adapter(model, folder: str | None, trains: bool, args):
+    """The model with the LoRA adapter of a folder, or with a new one."""
+    peft = optional("peft")
+    if folder is None:
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
+                                 target_modules=args.lora_target, task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, config)
+    if trains and args.lora_r:
+        raise BadInput(f"{folder} is an adapter already: leave out --lora_r")
+    config = peft.PeftConfig.from_pretrained(folder)
+    config.base_model_name_or_path = model.name_or_path
+    for name, module in model.named_modules():
+        if name.endswith(tuple(config.modules_to_save or ())):
+            module.float()  # peft loads into a copy of it: must be float32
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        try:
+            return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains)
+        except UserWarning as error:
+            raise BadInput(f"{folder} lacks weights: {error}") from error
+
+
+def load_reference(policy, device: str, args):
+    """The reference as a context manager that yields a model: --ref live or swap."""
+    if args.ref == "live":
+        return nullcontext(load_model(args.ref_model, device, args))
+    if args.ref != "swap":
+        raise BadInput(f"there is no --ref {args.ref}")
+    if args.ref_model == args.model:
+        return Swap(policy)  # the policy as it is now
+    return Swap(policy, load_model(args.ref_model, "cpu", args))
+
+
+def optional(package: str):
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise BadInput(f"pip install {error.name} first") from error
+
+
+@lru_cache
+def load_function(spec: str) -> Callable:
+    """FILE.py:FUNCTION -> the function."""
+    file, _, name = spec.rpartition(":")
+    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
+    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
+
+
+# ---- Processes and flags: the same in dpo.py, kto.py and rloo.py -----
+
+def start_processes() -> str:
+    """Joins the other processes of torchrun. Returns this process's device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    warnings.filterwarnings("ignore", "torch.distributed is")  # checkpoints do not need it
+    if "RANK" in os.environ and not dist.is_initialized():
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+    return device
+
+
+def resolve(args, device: str):
+    """Fills in the flags that depend on others."""
+    if args.model is None and args.data is None:
+        for name, value in DEMO.items():
+            if vars(args)[name] == vars(Args)[name]:  # other values are kept
+                args = replace(args, **{name: value})
+    if not args.model or not args.data:
+        raise BadInput("give both --model and --data, or neither for the demo")
+    moves_reference = args.sync_reference or vars(args).get("humanline")
+    if moves_reference and args.ref != "swap":
+        raise BadInput("--sync_reference and --humanline need --ref swap")
+    if args.lora_r or base_of(args.model) != args.model:
+        optional("peft")  # before the reference pass
+    if args.dtype == "auto":
+        args = replace(args, dtype="bfloat16" if device == "cuda" else "float32")
+    return replace(args, ref_model=args.ref_model or args.model)
+
+
+# ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
+
+def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
+    """Random numbers are a function of seed, purpose and step or epoch: a resumed run needs no saved state."""
+    return np.random.default_rng([seed, n, *purpose.encode()])
+
+
+@lru_cache(maxsize=2)  # a step may begin in one epoch and end in the next
+def order_of_epoch(epoch: int, rows: int, seed: int) -> list[int]:
+    return generator(seed, "order", epoch).permutation(rows).tolist()
+
+
+def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
+    """The rows of a step. Each epoch is a new permutation of all rows."""
+    batch = []
+    for position in range((step - 1) * batch_size, step * batch_size):
+        epoch, place = divmod(position, len(rows))
+        batch.append(rows[order_of_epoch(epoch, len(rows), seed)[place]])
+    return batch
+
+
+def learning_rate(step: int, steps: int, args) -> float:
+    """Linear warmup to --lr, then constant, or falling to 0 at steps + 1."""
+    warmup_steps = round(args.warmup * steps)
+    if step <= warmup_steps:
+        return args.lr * (step / warmup_steps)
+    remaining = (steps - step + 1) / (steps - warmup_steps)  # falls from 1
+    cosine = 0.5 - 0.5 * math.cos(math.pi * remaining)
+    return args.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[args.schedule]
+
+
+def check_finite(step: int, values: dict):
+    if not math.isfinite(values["loss"] + values["grad_norm"]):
+        raise BadInput(f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: lower --lr")
+
+
+# ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
+
+def open_folder(out: Path, args) -> FileLock | None:
+    """Creates and locks the output folder. Refuses that of a running or finished run."""
+    out.mkdir(parents=True, exist_ok=True)
+    if (out / "model").exists():
+        raise BadInput(f"{out} holds a finished run: name another --out")
+    if processes()[0] != 0:
+        return None
+    lock = FileLock(out / ".lock", timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BadInput(f"another run writes into {out}: name another --out") from None
+    if args.wandb:
+        optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
+    return lock
+
+
+def describe_run(rows: list, digest: str, args) -> dict:
+    """What a run and its checkpoint must have in common."""
+    free = "out ref_cache save_every model_every wandb tokens_per_forward rollout_tokens gradient_checkpointing".split()
+    run = {name: value for name, value in asdict(args).items() if name not in free}
+    run |= {"model_digest": digest, "rows_digest": hashlib.sha256(repr(rows).encode()).hexdigest()}
+    return json.loads(json.dumps(run))  # tuples become lists, as in the checkpoint
+
+
+def training_state(policy, optimizer) -> dict[str, torch.Tensor]:
+    """What a step changes in place: weights that train, and their optimizer state, which is created here."""
+    for weight in policy.parameters():
+        if weight.requires_grad:
+            weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    optimizer.zero_grad()
+    tensors = {}
+    for name, weight in policy.named_parameters():  # tied weights once
+        if weight.requires_grad:
+            tensors[name] = weight.detach()
+            for key, value in optimizer.state[weight].items():
+                tensors[f"optimizer.{name}.{key}"] = value.zero_()
+    return tensors
+
+
+def save_checkpoint(out: Path, step: int, run: dict, state: dict):
+    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
+    folder = out / f"resume-{step}"
+    if processes()[0] == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # of a killed save
+    if dist.is_initialized():
+        dist.barrier()
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
+    if processes()[0] == 0:
+        log_sizes = {name: (out / name).stat().st_size for name in LOGS}
+        write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
+        tqdm.write(f"step {step}: checkpoint in {folder}")
+        for older in out.glob("resume-*"):
+            if older != folder:
+                shutil.rmtree(older)
+
+
+def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
+    """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0."""
+    saved = {"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)}
+    for file in out.glob("resume-*/run.json"):
+        saved = max(saved, json.loads(file.read_text()), key=lambda checkpoint: checkpoint["step"])
+    differing = [name for name in run if saved["run"].get(name) != run[name]]
+    if differing:
+        raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
+    if saved["step"]:
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
+        print(f"resumes after step {saved['step']}")
+    if processes()[0] == 0:
+        for name, size in saved["log_sizes"].items():
+            (out / name).touch()
+            os.truncate(out / name, size)
+    return saved["step"]
+
+
+def append(path: Path, lines: list[dict]):
+    if processes()[0] == 0:
+        with open(path, "a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def log(out: Path, values: dict, args):
+    """Adds a step to metrics.jsonl and wandb."""
+    append(out / "metrics.jsonl", [values])
+    if args.wandb and processes()[0] == 0:
+        optional("wandb").log(values, step=values["step"])
+
+
+def report(out: Path) -> list[dict]:
+    """Prints held-out metrics before and after. Returns the lines of metrics.jsonl."""
+    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    print(f"{'held out':29} before   after")
+    for name, after in history[-1].items():
+        if name.startswith("eval_"):
+            print(f"{name:28} {history[0][name]:z7.3f} {after:z7.3f}")
+    return history
+
+
+def save_model(model, tokenizer, folder: Path):
+    """Writes the model, or its LoRA adapter, as from_pretrained() reads it."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+    state = get_model_state_dict(model, options=options)
+    if processes()[0] == 0:
+        hidden = folder.with_name(f".{folder.name}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        model.save_pretrained(hidden, state_dict=state)
+        tokenizer.save_pretrained(hidden)
+        shutil.rmtree(folder, ignore_errors=True)  # of a killed run
+        os.replace(hidden, folder)
 
 
 if __name__ == "__main__":
-    command_line(ARGS)
+    stderr = sys.stderr
+    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process speaks
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+    try:
+        main(tyro.cli(Args, description=__doc__, use_underscores=True))
+    except (BadInput, torch.OutOfMemoryError) as error:
+        advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
+        print(f"{Path(__file__).name}: {error}{advice}", file=stderr)
+        sys.exit(2)
+    finally:
+        sys.stderr = stderr  # for the traceback of any process

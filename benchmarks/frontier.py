@@ -2,38 +2,35 @@
 
     python benchmarks/frontier.py                                              # about ten minutes on one CPU core
     python benchmarks/frontier.py --methods dpo rloo --seeds 0 --betas 0.1 1   # a part of it
+    python benchmarks/frontier.py --out out/frontier-tiny --tiny               # does it run?
 
-Every method trains the demo's model with several β and seeds. Then all models are measured in one way, whatever trained
-them: samples from the policy for held-out prompts, their true reward (demo/score.py: the share of opinions that are
-good; −1 for a broken sentence), and their mean log π − log π_ref in nats per answer, which estimates
-KL(π || π_ref). The task is small enough to know what is best: for each KL the highest reward is that of
-π*(y|x) ∝ π_ref(y|x) exp(reward / β) (equation 4), here from samples of the reference, weighted.
+Every method trains the demo's model with several β and seeds. Then all models are measured in one way: samples for
+held-out prompts, their true reward (demo/score.py: the share of opinions that are good; −1 for a broken sentence), and
+their mean log π − log π_ref in nats per answer, which estimates KL(π || π_ref). For each KL the highest possible reward
+is that of π*(y|x) ∝ π_ref(y|x) exp(reward / β) (equation 4), here from samples of the reference, weighted.
 
-Writes frontier.png, frontier.md (the table) and every run's folder into --out. The same command goes on where it was
-stopped. All runs of DPO and KTO share one file of reference log-probs.
+Writes frontier.png, frontier.md and every run's folder into --out. The same command goes on where it was stopped.
 """
-import importlib
 import math
 import os
-import sys
-import time
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
+import torch
 import tyro
+from against_trl import ROOT, dpo, kto, read_rows, resolve, rloo
+from plot import COLOURS, import_pyplot, save
 
-ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 SUM_BETAS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of losses that sum over tokens
 METHODS = {  # name -> its name in the picture, script, flags, β
-    "dpo": ("DPO", "dpo", {}, (*SUM_BETAS, 30.0)),
-    "ipo": ("IPO", "dpo", {"loss": ("ipo",)}, (0.1, 0.3, 1.0, 2.0, 3.0, 10.0)),  # per token, so other values
-    "apo_zero": ("APO-zero", "dpo", {"loss": ("apo_zero",)}, SUM_BETAS),
-    "kto": ("KTO", "kto", {}, SUM_BETAS),
-    "rloo": ("RLOO", "rloo", {}, (0.03, 0.1, 0.2, 0.3, 0.5, 1.0)),
+    "dpo": ("DPO", dpo, {}, (*SUM_BETAS, 30.0)),
+    "ipo": ("IPO", dpo, {"loss": ("ipo",)}, (0.1, 0.3, 1.0, 2.0, 3.0, 10.0)),  # per token, so other values
+    "apo_zero": ("APO-zero", dpo, {"loss": ("apo_zero",)}, SUM_BETAS),
+    "kto": ("KTO", kto, {}, SUM_BETAS),
+    "rloo": ("RLOO", rloo, {}, (0.03, 0.1, 0.2, 0.3, 0.5, 1.0)),
 }
 MARKERS = "osD^v"
 
@@ -48,44 +45,41 @@ class Args:
     samples: int = 16  # per prompt and model
     best_samples: int = 256  # per prompt, of the reference, for the best that is possible
     out: str = "out/frontier"
+    tiny: bool = False  # does it run?
 
 
 def train(method: str, beta: float, seed: int, args: Args) -> Path:
     """One run of a script. Returns the folder of its model."""
     _, script, flags, _ = METHODS[method]
     out = Path(args.out) / f"{method}-{beta:g}-{seed}"
-    shared = {} if script == "rloo" else {"ref_cache": f"{args.out}/reference_logprobs.pkl"}
-    module = importlib.import_module(script)
-    module.main(module.Args(**flags, **shared, beta=beta, seed=seed, epochs=args.epochs, samples=0, out=str(out)))
+    if not (out / "model").exists():
+        flags = flags | dict(beta=beta, seed=seed, epochs=args.epochs, samples=0, out=str(out),
+                             ref_cache=f"{args.out}/reference_logprobs.pkl")
+        script.main(resolve(script, flags))
     return out / "model"
 
 
-def measure(model: Path | str, k: int, args: Args) -> list[list[tuple[float, float, float]]]:
-    """For each held-out prompt, of k samples from the model: [(reward, success, log π − log π_ref), ..]."""
-    import rloo
-    import torch
-    flags = rloo.resolve_args(rloo.Args())  # the demo's, with nothing that bends the distribution
-    tokenizer, longest = rloo.load_tokenizer(flags.model)
-    rows = rloo.load_rows(flags.eval_data, tokenizer, longest, flags)[:args.prompts]
+@torch.no_grad()
+def measure(model: Path | str, k: int, args: Args) -> np.ndarray:
+    """(prompts, k, 3): reward, success and log π − log π_ref of k samples from the model for held-out prompts."""
+    flags = resolve(rloo, {})  # the demo's, with nothing that bends the distribution
+    rows = read_rows(rloo, replace(flags, data=flags.eval_data))[:args.prompts]
     policy, reference = (rloo.load_model(str(folder), "cpu", flags) for folder in (model, flags.model))
-    drawn = rloo.rollout(policy, tokenizer, [row.prompt for row in rows], k, 0, flags)
-    with torch.no_grad():
-        logps, ref_logps = (rloo.completion_logprobs(model, drawn.groups) for model in (policy, reference))
-    texts = tokenizer.batch_decode([y for _, ys in drawn.groups for y in ys], skip_special_tokens=True)
-    asked = [row.row for row in rows for _ in range(k)]
-    prompts, things, places = ([row[name] for row in asked] for name in ("prompt", "thing", "place"))
-    scores = [rloo.load_function(f"{ROOT}/demo/score.py:{name}")(prompts, texts, things, places)
-              for name in ("sentiment", "success")]
+    samples = rloo.rollout(policy, rloo.load_tokenizer(flags.model), [row.prompt for row in rows], k, 0, flags)
+    logps, ref_logps = (rloo.completion_logprobs(model, samples.groups) for model in (policy, reference))
     ratios = [(y - z).sum().item() for ys, zs in zip(logps, ref_logps) for y, z in zip(ys, zs)]
-    flat = list(zip(*scores, ratios))
-    return [flat[i:i + k] for i in range(0, len(flat), k)]
+    columns = {name: [row.columns[name] for row in rows for _ in range(k)] for name in ("thing", "place")}
+    texts = [text for answers in samples.texts for text in answers]
+    scores = [rloo.load_function(f"{ROOT}/demo/score.py:{name}")(None, texts, **columns)
+              for name in ("sentiment", "success")]
+    return np.array([*scores, ratios]).T.reshape(-1, k, 3)
 
 
-def best_possible(samples: list, betas) -> list[tuple[float, float]]:
+def best_possible(samples: np.ndarray, betas) -> list[tuple[float, float]]:
     """(KL, reward) of π* for each β, from samples of the reference. Z is the mean of exp(reward / β)."""
+    rewards = samples[..., 0]  # (prompts, samples)
     points = []
     for beta in betas:
-        rewards = np.array([[reward for reward, *_ in ys] for ys in samples])  # (prompts, samples)
         tilt = np.exp((rewards - 1) / beta)  # the highest reward is 1
         weights = tilt / tilt.sum(1, keepdims=True)  # π* / π_ref, up to the number of samples
         kl = (weights * np.log(np.maximum(weights * rewards.shape[1], 1e-300))).sum(1)
@@ -94,18 +88,17 @@ def best_possible(samples: list, betas) -> list[tuple[float, float]]:
 
 
 def draw(points: dict, start: float, best: list, path: str):
-    """points: method -> [(β, [(reward, success, KL) of a seed, ..]), ..]"""
-    from plot import COLOURS, import_pyplot, save
+    """points: method -> for each β [(reward, success, KL) of a seed, ..]"""
     figure, panel = import_pyplot().subplots(figsize=(7, 4.6))
-    farthest = max(kl for row in points.values() for _, values in row for *_, kl in values)
+    farthest = max(kl for row in points.values() for values in row for *_, kl in values)
     best = [*best, (max(farthest, best[-1][0]), best[-1][1])]  # more KL is no use
     panel.plot(*zip(*best), "--", color="#777777", linewidth=1.4, label="best possible")
     panel.plot(0, start, "*", color="black", markersize=11, clip_on=False, label="reference", zorder=5)
     for method, colour, marker in zip(METHODS, COLOURS, MARKERS):
-        seeds = [list(zip(*values)) for _, values in points.get(method, [])]  # of a β: rewards, successes, KLs
+        seeds = [list(zip(*values)) for values in points.get(method, [])]  # of a β: rewards, successes, KLs
         if seeds:
             reward, kl = ([mean(values[i]) for values in seeds] for i in (0, 2))
-            reward_std, kl_std = ([spread(values[i]) for values in seeds] for i in (0, 2))
+            reward_std, kl_std = ([deviation(values[i]) for values in seeds] for i in (0, 2))
             panel.errorbar(kl, reward, reward_std, kl_std, color=colour, marker=marker, markersize=6, linewidth=1.3,
                            elinewidth=0.9, markeredgecolor="white", zorder=3, label=METHODS[method][0])
     panel.set_xscale("function", functions=(np.sqrt, np.square))  # much happens at small KL
@@ -118,38 +111,39 @@ def draw(points: dict, start: float, best: list, path: str):
     save(figure, path)
 
 
-def spread(values) -> float:
+def deviation(values) -> float:
     return stdev(values) if len(values) > 1 else 0.0
 
 
 def main(args: Args):
-    begin = time.monotonic()
+    if args.tiny:
+        args = replace(args, methods=("dpo", "rloo"), betas=(0.1,), seeds=(0,), epochs=0.1, prompts=4, samples=2,
+                       best_samples=8)
     os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
-    Path(args.out).mkdir(parents=True, exist_ok=True)
-    table = ["| method | β | reward | success | KL, nats |", "|---|---|---|---|---|"]
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
     points = {method: [] for method in args.methods}
-    with open(f"{args.out}/log.txt", "a") as log:
+    with open(out / "log.txt", "a") as log:
         with redirect_stdout(log):
             untrained = measure(ROOT / "demo/model", args.best_samples, args)
-        start = np.mean(untrained, axis=(0, 1))
-        table.append(f"| reference | | {start[0]:.3f} | {start[1]:.3f} | 0 |")
+        start = untrained.mean((0, 1))
+        table = ["| method | β | reward | success | KL, nats |", "|---|---|---|---|---|",
+                 f"| reference | | {start[0]:.3f} | {start[1]:.3f} | 0 |"]
+        print(*table, sep="\n")
         for method in args.methods:
             for beta in args.betas or METHODS[method][-1]:
                 values = []  # of each seed: (reward, success, KL)
                 for seed in args.seeds:
                     with redirect_stdout(log):
                         samples = measure(train(method, beta, seed, args), args.samples, args)
-                    values.append(tuple(np.mean(samples, axis=(0, 1)).tolist()))
-                points[method].append((beta, values))
-                cells = (f"{mean(x):.3f} ± {spread(x):.3f}" for x in zip(*values))
+                    values.append(tuple(samples.mean((0, 1)).tolist()))
+                points[method].append(values)
+                cells = (f"{mean(x):.3f} ± {deviation(x):.3f}" for x in zip(*values))
                 table.append(f"| {METHODS[method][0]} | {beta:g} | " + " | ".join(cells) + " |")
                 print(table[-1], flush=True)
-    best = best_possible(untrained, np.geomspace(100, 0.02, 60))
-    draw(points, start[0], best, f"{args.out}/frontier.png")
-    runs = sum(len(values) for row in points.values() for _, values in row)
-    table.append(f"\n{runs} runs, trained and measured in {(time.monotonic() - begin) / 60:.1f} minutes")
-    Path(f"{args.out}/frontier.md").write_text("\n".join(table) + "\n")
-    print("\n".join(table), f"\n{args.out}/frontier.png", sep="\n")
+    draw(points, start[0], best_possible(untrained, np.geomspace(100, 0.02, 60)), f"{out}/frontier.png")
+    (out / "frontier.md").write_text("\n".join(table) + "\n")
+    print(f"{out}/frontier.png")
 
 
 if __name__ == "__main__":

@@ -1,199 +1,195 @@
-"""refcache against the usual way (stacked padded rows, full logits, log_softmax): exactness, memory and speed.
+"""The parts, one by one: exactness, shared prompts, tokenizing, decoding.
 
-    python benchmarks/logprobs.py exactness     largest error of values and gradients against one forward per sequence
-    python benchmarks/logprobs.py bytes         of the cache per token, in memory and on disk; seconds to save and load
-    python benchmarks/logprobs.py reference     tokens/s of the reference pass
-    python benchmarks/logprobs.py step          forward + backward of a DPO batch, by prompt : completion ratio
-    python benchmarks/logprobs.py step --hidden 64 --layers 1 --vocab 200 --repeats 1    # tiny: does it run?
+    python benchmarks/logprobs.py                                # all tables, or those that are named:
+    CHECKOUT=../older python benchmarks/logprobs.py tokenize     # the scripts of another checkout
+    python benchmarks/logprobs.py --tiny                         # does it run?
 
-The model is random; the sizes are flags. The ways alternate in one process; figures are medians, and ratios of medians.
+exactness   largest error of values and gradients, against one forward per sequence
+step        forward + backward of a batch: shared prompts against padded rows
+tokenize    load_rows of dpo.py
+rollout     32 rows of rloo.py: GrowingLayer against torch.cat
+
+Models are random. The ways alternate in one process. Seconds: CPU seconds of one thread, medians (lowest to highest).
 """
+import json
 import os
 import sys
 import tempfile
 import time
-import tracemalloc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
-from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
+from against_trl import DEVICE, ROOT, clock, dpo, quiet, read_rows, resolve, rloo, spread
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicLayer
 
-sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent / "tests")]
+sys.path.append(str(ROOT / "tests"))
 import refcache  # noqa: E402
-from refcache import ReferenceCache, completion_logprobs, lay_out_padded, share_prompts, shares_prompts  # noqa: E402
+from models import MODELS, make  # noqa: E402
+from refcache import completion_logprobs, lay_out_padded, share_prompts, shares_prompts  # noqa: E402
 
 
 @dataclass
 class Args:
-    what: Annotated[Literal["exactness", "bytes", "reference", "step"], tyro.conf.Positional]
-    hidden: int = 256  # hidden size of the random Llama
-    layers: int = 4  # its layers
-    vocab: int = 32_000  # its vocabulary
-    rows: int = 192  # pairs of the reference pass
+    what: Annotated[tuple[Literal["exactness", "step", "tokenize", "rollout"], ...],
+                    tyro.conf.Positional] = ("exactness", "step", "tokenize", "rollout")
+    hidden: int = 256  # of the random Llama
+    layers: int = 4
+    vocab: int = 32_000
     tokens: int = 500  # of a sequence, in a step
     completions: tuple[int, ...] = (2, 8)  # per prompt, in a step
-    groups: int = 4  # groups in a step
-    tokens_per_forward: int = 8192
-    repeats: int = 5
-    pairs: int = 20_000  # in the cache whose bytes are counted
+    loaded_pairs: tuple[int, ...] = (20_000, 80_000)  # that are tokenized
+    prompt_tokens: int = 256  # of a rollout
+    new_tokens: int = 128
+    rounds: int = 3
+    tiny: bool = False  # does it run?
 
 
 def random_llama(args: Args):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
         "llama", hidden_size=args.hidden, intermediate_size=args.hidden * 8 // 3, num_hidden_layers=args.layers,
         num_attention_heads=args.hidden // 64, num_key_value_heads=max(1, args.hidden // 128), vocab_size=args.vocab,
-        max_position_embeddings=8192)
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    model = AutoModelForCausalLM.from_config(config).to(device, dtype).eval()
-    parameters = sum(p.numel() for p in model.parameters()) / 1e6
-    print(f"Llama of {parameters:.1f} M parameters, vocabulary {args.vocab:,}, {model.dtype} on {device}")
+        max_position_embeddings=8192, bos_token_id=None, eos_token_id=None)).to(DEVICE).eval()
+    print(f"{model.num_parameters() / 1e6:.1f} M parameters, vocabulary {args.vocab:,}, on {DEVICE}")
     share_prompts(model)
     return model
 
 
-def stacked(model, groups):
-    """The usual way: every completion with its prompt is a row, rows are padded to the longest, all logits exist."""
-    inputs, sources, targets = lay_out_padded(groups, model.device)
-    logits = model(**inputs, use_cache=False).logits.flatten(0, 1)
-    return F.log_softmax(logits.float(), -1)[sources, targets]
-
-
-def clock() -> float:
-    """On a CPU the CPU seconds of all threads, which depend little on other work; on a GPU the clock's."""
-    if not torch.cuda.is_available():
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def timed(ways: dict, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each way, in turn, after one round that does not count."""
+def timed(ways: dict, rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way, in turn, after a round that does not count."""
     seconds = {name: [] for name in ways}
-    for repeat in tqdm(range(repeats + 1), leave=False):
+    for number in range(rounds + 1):
         for name, way in ways.items():
-            start = clock()
+            begin = clock()
             way()
-            if repeat:
-                seconds[name].append(clock() - start)
+            if number:
+                seconds[name].append(clock() - begin)
     return seconds
 
 
-def draw(rng, vocab, prompt, *completions):
-    ids = lambda n: tuple(rng.integers(1, vocab, n).tolist())  # noqa: E731
-    return ids(prompt), [ids(n) for n in completions]
+def random_group(rng, vocab: int, prompt: int, *completions: int) -> tuple:
+    x, *ys = (tuple(rng.integers(1, vocab, n).tolist()) for n in (prompt, *completions))
+    return x, ys
+
+
+# ---- Exactness -------------------------------------------------------
+
+def one_by_one(model, groups) -> list:
+    """One forward per sequence, with all logits: what completion_logprobs must give."""
+    logprobs = []
+    for prompt, completions in groups:
+        for y in completions:
+            ids = torch.tensor([prompt + y], device=model.device)
+            logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1:-1].float()
+            logprobs.append([logits.log_softmax(-1)[range(len(y)), y]])
+    return logprobs
+
+
+def values_and_gradient(function, model, groups) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probs of all tokens, and the gradient of a weighted sum of them."""
+    model.zero_grad()
+    values = torch.cat([y for ys in function(model, groups) for y in ys])
+    (values * torch.linspace(0.5, 1.5, len(values), device=values.device)).sum().backward()
+    return values.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def exactness(args: Args):
-    from models import MODELS, make
-    from test_logprobs import GROUPS, slow, values_and_gradients
-    rows = ["| model | rows | log-probs | gradients (of the largest) |", "|---|---|---|---|"]
-    for name in MODELS:
+    rng = np.random.default_rng(0)
+    groups = [random_group(rng, 97, *lengths) for lengths in ((7, 5, 9, 3), (12, 1), (1, 4, 4), (20, 11, 30))]
+    print("| model | rows | log-probs | gradients (of the largest) |\n|---|---|---|---|")
+    for name in ["llama", "mamba"] if args.tiny else MODELS:
         model = make(name)
-        share_prompts(model)
-        truth, truth_grad = values_and_gradients(slow, model, GROUPS)
-        logps, grad = values_and_gradients(completion_logprobs, model, GROUPS)
-        error, grad_error = (logps - truth).abs().max(), (grad - truth_grad).abs().max() / truth_grad.abs().max()
-        rows.append(f"| {name} | {'shared' if shares_prompts(model) else 'padded'} | {error:.1e} | {grad_error:.1e} |")
-    print(*rows, sep="\n")
+        truth, true_gradient = values_and_gradient(one_by_one, model, groups)
+        with quiet():
+            share_prompts(model)
+        values, gradient = values_and_gradient(completion_logprobs, model, groups)
+        error = (values - truth).abs().max()
+        gradient_error = (gradient - true_gradient).abs().max() / true_gradient.abs().max()
+        rows = "shared" if shares_prompts(model) else "padded"
+        print(f"| {name} | {rows} | {error:.1e} | {gradient_error:.1e} |", flush=True)
 
 
-def bytes_per_token(args: Args):
-    """Of pairs of about 300 tokens with invented log-probs."""
-    from models import make
-    rng, model = np.random.default_rng(0), make("llama")
-    groups = [draw(rng, 150_000, int(rng.integers(60, 240)), *rng.integers(20, 130, 2)) for _ in range(args.pairs)]
-    tokens = sum(len(p) + sum(map(len, ys)) for p, ys in groups)
-    refcache.completion_logprobs = lambda model, groups, *_: [[torch.rand(len(y)) for y in ys] for _, ys in groups]
-    refcache.micro_batches = lambda model, groups, *_: [[i] for i in range(len(groups))]
-    cache, again = ReferenceCache(reference="a"), ReferenceCache(reference="a")
-    tracemalloc.start()
-    cache.score(model, groups)
-    after_fill = tracemalloc.get_traced_memory()[0] / tokens
-    tracemalloc.stop()
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/cache.pkl"
-        start = time.perf_counter()
-        cache.save(path)
-        saved = time.perf_counter() - start
-        ReferenceCache(reference="a").load(path)
-        loaded = time.perf_counter() - start - saved
-        tracemalloc.start()
-        again.load(path)
-        after_load = tracemalloc.get_traced_memory()[0] / tokens
-        on_disk = os.path.getsize(path) / tokens
-    print(f"{len(cache):,} completions, {tokens:,} tokens: {after_fill:.1f} bytes per token after fill, "
-          f"{after_load:.1f} after load, {on_disk:.1f} on disk; saved in {saved:.1f} s, loaded in {loaded:.1f} s")
-
-
-def reference(args: Args):
-    """Lengths as in preference data: lognormal, prompts of 120 tokens in the median, answers of 60."""
-    model, rng = random_llama(args), np.random.default_rng(0)
-    length = lambda median: int(np.clip(rng.lognormal(np.log(median), 0.8), 4, 1024))  # noqa: E731
-    groups = [draw(rng, args.vocab, length(120), length(60), length(60)) for _ in range(args.rows)]
-    tokens = sum(len(ys) * len(p) + sum(map(len, ys)) for p, ys in groups)  # that the usual way reads, without padding
-
-    @torch.no_grad()
-    def usual():  # batches of 8 pairs, in data order
-        for at in range(0, len(groups), 8):
-            stacked(model, groups[at:at + 8]).cpu()
-
-    @torch.no_grad()
-    def padded():  # sorted by length into forwards of tokens_per_forward, completion rows only
-        rows = [(p, [y]) for p, ys in groups for y in ys]
-        rows.sort(key=lambda row: -len(row[0]) - len(row[1][0]))
-        while rows:
-            n = max(1, args.tokens_per_forward // (len(rows[0][0]) + len(rows[0][1][0])))
-            batch, rows = rows[:n], rows[n:]
-            torch.cat(sum(refcache.forward(model, batch, lay_out_padded), [])).cpu()
-
-    def ours():
-        ReferenceCache().fill(lambda: model, groups, args.tokens_per_forward)
-
-    seconds = timed({"usual": usual, "sorted, completion rows": padded, "refcache": ours}, args.repeats)
-    print("| reference pass | tokens/s | speed |\n|---|---|---|")
-    for name, times in seconds.items():
-        speed = median(seconds["usual"]) / median(times)
-        print(f"| {name} | {tokens / median(times):,.0f} | {speed:.2f}x |")
-
+# ---- Shared prompts against padded rows ------------------------------
 
 def step(args: Args):
-    """usual: stacked rows and all logits; padded: stacked rows, but through our chunked head; refcache: flat rows."""
-    model, rng = random_llama(args), np.random.default_rng(0)
-    print("| tokens per sequence | k | prompt : completion | usual s | padded s | refcache s | against usual "
-          "| against padded | peaks |\n" + "|---" * 9 + "|")
+    model = random_llama(args)
+    rng = np.random.default_rng(0)
+    print("| tokens per sequence | k | prompt : completion | padded s | shared s | speed |\n" + "|---" * 6 + "|")
     for k in args.completions:
         for prompt, completion in ((4, 1), (1, 1), (1, 4)):
             n = args.tokens * prompt // (prompt + completion)
-            groups = [draw(rng, args.vocab, n, *[args.tokens - n] * k) for _ in range(args.groups)]
-            peaks = {}
+            groups = [random_group(rng, args.vocab, n, *[args.tokens - n] * k) for _ in range(4)]
 
-            def run(name, forward):
-                if torch.cuda.is_available():
-                    torch.cuda.reset_peak_memory_stats()
-                forward().sum().backward()
+            def run(function):
+                torch.cat(sum(function(model, groups), [])).sum().backward()
                 model.zero_grad()
-                if torch.cuda.is_available():
-                    peaks[name] = torch.cuda.max_memory_allocated() / 2**30
 
-            ways = {"usual": lambda: stacked(model, groups),
-                    "padded": lambda: torch.cat(sum(refcache.forward(model, groups, lay_out_padded), [])),
-                    "refcache": lambda: torch.cat(sum(completion_logprobs(model, groups, 10**9), []))}
-            seconds = timed({name: partial(run, name, way) for name, way in ways.items()}, args.repeats)
-            usual, padded, ours = (median(times) for times in seconds.values())
-            memory = " / ".join(f"{peaks[name]:.1f} GiB" for name in ways) if peaks else "not on a CPU"
-            print(f"| {args.tokens} | {k} | {prompt}:{completion} | {usual:.2f} | {padded:.2f} | {ours:.2f} "
-                  f"| {usual / ours:.2f}x | {padded / ours:.2f}x | {memory} |", flush=True)
+            ways = {"padded": partial(refcache.forward, lay_out=lay_out_padded), "shared": refcache.forward}
+            seconds = timed({name: partial(run, way) for name, way in ways.items()}, args.rounds)
+            padded, shared = (median(times) for times in seconds.values())
+            print(f"| {args.tokens} | {k} | {prompt}:{completion} | {padded:.2f} | {shared:.2f} "
+                  f"| {padded / shared:.2f}x |", flush=True)
+
+
+# ---- Tokenizing, and decoding ----------------------------------------
+
+def tokenize(args: Args):
+    """Pairs of the demo's words: a prompt of 60 words, answers of 30."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    rng = np.random.default_rng(0)
+    words = [word for word in (ROOT / "demo/score.py").read_text().split() if word.isalpha()]
+    print("| pairs | seconds | rows/s |\n|---|---|---|")
+    for pairs in args.loaded_pairs:
+        with tempfile.TemporaryDirectory() as folder:
+            with open(f"{folder}/pairs.jsonl", "w") as file:
+                for number in range(pairs):
+                    prompt, chosen, rejected = (" ".join(rng.choice(words, n)) for n in (60, 30, 30))
+                    row = {"prompt": f"{number} {prompt}", "chosen": f" a {chosen}", "rejected": f" b {rejected}"}
+                    file.write(json.dumps(row) + "\n")
+            given = resolve(dpo, dict(model=f"{ROOT}/demo/model", data=f"{folder}/pairs.jsonl", out=folder))
+            seconds = []
+            for _ in range(args.rounds):
+                begin = time.process_time()
+                assert len(read_rows(dpo, given)) == pairs
+                seconds.append(time.process_time() - begin)
+        print(f"| {pairs:,} | {spread(seconds)} | {pairs / median(seconds):,.0f} |", flush=True)
+
+
+@torch.no_grad()
+def rollout(args: Args):
+    """8 prompts of equal length, 4 samples of each; no sample ends early."""
+    model = random_llama(args)
+    rng = np.random.default_rng(0)
+    prompts = [random_group(rng, args.vocab, args.prompt_tokens)[0] for _ in range(8)]
+    given = rloo.Args(dtype="float32", max_new_tokens=args.new_tokens)
+    growing = vars(rloo).get("GrowingLayer", DynamicLayer)  # an older checkout may have none
+    tokenizer = SimpleNamespace(eos_token_id=None, batch_decode=lambda rows, **options: [""] * len(rows))
+
+    def ours(layer):
+        rloo.GrowingLayer = layer
+        rloo.rollout(model, tokenizer, prompts, 4, 1, given)
+
+    ways = {"GrowingLayer": partial(ours, growing), "torch.cat": partial(ours, DynamicLayer)}
+    print(f"| 32 rows, {args.prompt_tokens} + {args.new_tokens} tokens | seconds | tokens/s |\n|---|---|---|")
+    for name, seconds in timed(ways, args.rounds).items():
+        print(f"| {name} | {spread(seconds)} | {32 * args.new_tokens / median(seconds):,.0f} |")
+
+
+def main(args: Args):
+    torch.set_num_threads(1)
+    if args.tiny:
+        args = replace(args, hidden=64, layers=1, vocab=200, tokens=50, completions=(2,), loaded_pairs=(200,),
+                       prompt_tokens=8, new_tokens=4, rounds=1)
+    for name in args.what:
+        print(f"\n{name}")
+        {"exactness": exactness, "step": step, "tokenize": tokenize, "rollout": rollout}[name](args)
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args)
-    {"exactness": exactness, "bytes": bytes_per_token, "reference": reference, "step": step}[args.what](args)
+    main(tyro.cli(Args, use_underscores=True))

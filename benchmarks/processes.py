@@ -1,29 +1,43 @@
-"""What several processes cost and give: memory of loading, and speed of a DPO step, fsdp and ddp, on CPU cores or GPUs.
+"""What several processes cost and give: speed and memory of a DPO step, on CPU cores or GPUs.
 
-    python benchmarks/processes.py                                   # 1 and 2 processes, each pinned to one core
-    python benchmarks/processes.py --hidden 64 --layers 2 --steps 3 --rounds 1   # only shows that it runs
+    python benchmarks/processes.py           # 1 and 2 processes, each pinned to one core
+    python benchmarks/processes.py --tiny    # does it run?
 
-On a machine with GPUs every process takes one, and the model is in bfloat16:
+On a machine with GPUs every process takes one, and forwards are in bfloat16:
 
-    python benchmarks/processes.py --hidden 2048 --layers 24 --vocabulary 32000 --processes 1 2 4 8
+    python benchmarks/processes.py --hidden 2048 --layers 24 --vocab 32000 --processes 1 2 4 8
 
-Tokens per second of the training steps, without the first two; the ways alternate, medians of the rounds. "private" is
-the memory that a process does not share with others (USS): while a model is loaded its weights lie in the page cache.
+Tokens per second of the training steps, without the first two; the ways alternate, medians of the rounds. Memory: of a
+GPU the peak; on a CPU the private memory (USS, Linux) after the last step, less that before the model. Weights and
+AdamW's moments have 12 bytes per parameter, divided by the processes.
 """
-import argparse
 import ctypes
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+import tyro
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+
+
+@dataclass
+class Args:
+    hidden: int = 384
+    layers: int = 6
+    vocab: int = 8192
+    words: int = 360  # of a text, at most
+    batch_size: int = 16  # pairs per step, and this times the number of processes
+    steps: int = 8
+    rounds: int = 3
+    processes: tuple[int, ...] = (1, 2)
+    tiny: bool = False  # does it run?
 
 
 def private_gib() -> float:
@@ -31,82 +45,67 @@ def private_gib() -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 2**20
 
 
-def watch(peaks: list):
-    while True:
-        peaks.append(private_gib())
-        time.sleep(0.02)
-
-
-def prepare(folder: Path, sizes: argparse.Namespace):
+def make_files(folder: Path, args: Args):
     """A random model in bfloat16, as users download it, and pairs of very different length."""
     import numpy as np
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo/model")
-    config = LlamaConfig(vocab_size=max(sizes.vocabulary, len(tokenizer)), hidden_size=sizes.hidden, head_dim=64,
-                         intermediate_size=3 * sizes.hidden, num_hidden_layers=sizes.layers,
-                         num_attention_heads=max(1, sizes.hidden // 64), num_key_value_heads=max(1, sizes.hidden // 64),
-                         max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=max(args.vocab, len(tokenizer)), hidden_size=args.hidden, intermediate_size=3 * args.hidden,
+        num_hidden_layers=args.layers, num_attention_heads=args.hidden // 64, max_position_embeddings=2048)
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     words = [tokenizer.decode([i]) for i in range(20, len(tokenizer))]
     with open(folder / "pairs.jsonl", "w") as file:
-        for _ in range(sizes.batch_size * 16):
-            texts = [" ".join(random.choice(words, n)) for n in random.integers(10, sizes.length, 3)]
+        for _ in range(args.batch_size * 16):
+            texts = [" ".join(rng.choice(words, n)) for n in rng.integers(10, args.words, 3)]
             file.write(json.dumps(dict(zip(("prompt", "chosen", "rejected"), texts))) + "\n")
 
 
-def work(folder: str, parallel: str, batch_size: int, steps: int, load_only: bool):
-    """One process: trains, or loads the model only. The first one prints what it measured."""
+# ---- One process of torchrun: the first prints what it measured ------
+
+def work(folder: str, batch_size: int, steps: int):
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {int(os.environ["LOCAL_RANK"]) % os.cpu_count()})
-    import torch
-
+    sys.path.insert(0, str(ROOT))
     import dpo
-    from refcache import processes
+    import torch
     torch.set_num_threads(1)
-    args = dpo.Args(model=f"{folder}/model", data=f"{folder}/pairs.jsonl", out=f"{folder}/out{os.getppid()}",
-                    parallel=parallel, batch_size=batch_size, steps=steps, ref="none", loss=("simpo",), eval_size=0,
-                    samples=0, tokens_per_forward=4096, max_length=2048)
-    if load_only:
-        device, peaks = dpo.init_processes(), []
-        args, before = dpo.resolve_args(args), private_gib()
-        threading.Thread(target=watch, args=(peaks,), daemon=True).start()
-        model = dpo.load_model(args.model, device, args, trains=True)
-        peak = max(peaks) - before
+    ends, tokens, memory = [], [], []
+    log, run_batch = dpo.log, dpo.run_batch
+
+    def timed_log(*values):
+        log(*values)
+        ends.append(time.perf_counter())
         ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is not the model's
-        loaded, optimizer = private_gib() - before, torch.optim.AdamW(model.parameters())
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)
-        optimizer.step()
-        ctypes.CDLL(None).malloc_trim(0)
-        result = {"peak": peak, "loaded": loaded, "trained": private_gib() - before,
-                  "model": sum(p.numel() * 4 for p in model.parameters()) / 2**30}
-    else:
-        ends, write = [], dpo.Log.write
+        memory.append(private_gib() - before)
 
-        def timed(self, values, samples):
-            write(self, values, samples)
-            ends.append((time.perf_counter(), values.get("num_tokens", 0)))
+    def counted(policy, rows, *values, **names):
+        tokens.append(sum(len(row.prompt) + len(row.chosen) + len(row.rejected) for row in rows))
+        return run_batch(policy, rows, *values, **names)
 
-        dpo.Log.write, dpo.save_checkpoint = timed, lambda *_, **__: None
-        dpo.save_model = dpo.move_model = lambda *_: None
-        dpo.report = lambda *_: None
-        dpo.main(args)
-        (start, seen), (stop, tokens) = ends[2], ends[-1]
-        result = {"tokens per second": (tokens - seen) / (stop - start)}
-        if torch.cuda.is_available():
-            result["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    if processes()[0] == 0:
-        print("RESULT " + json.dumps(result), flush=True)
+    dpo.log, dpo.run_batch = timed_log, counted
+    dpo.save_checkpoint = dpo.save_model = dpo.report = lambda *values: None
+    dpo.start_processes()
+    before = private_gib()
+    dpo.main(dpo.Args(
+        model=f"{folder}/model", data=f"{folder}/pairs.jsonl", out=f"{folder}/out-{os.getppid()}", ref="none",
+        loss=("simpo",), batch_size=batch_size, steps=steps, eval_size=0, samples=0, tokens_per_forward=4096,
+        max_length=2048))
+    if torch.cuda.is_available():
+        memory.append(torch.cuda.max_memory_allocated() / 2**30)
+    if dpo.processes()[0] == 0:
+        print("RESULT " + json.dumps([sum(tokens[2:]) / (ends[-1] - ends[2]), memory[-1]]), flush=True)
 
 
-def launch(n: int, *words) -> dict:
+# ---- All of them -----------------------------------------------------
+
+def launch(n: int, *words) -> list[float]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}"]
-    command = [*torchrun, __file__, "--work"]
-    done = subprocess.run([*command, *map(str, words)], capture_output=True, text=True,
+    done = subprocess.run([*torchrun, __file__, "--work", *map(str, words)], capture_output=True, text=True,
                           env=os.environ | {"OMP_NUM_THREADS": "1"})
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -114,43 +113,26 @@ def launch(n: int, *words) -> dict:
     return json.loads(lines[0].removeprefix("RESULT "))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--work", nargs="*", help=argparse.SUPPRESS)
-    for name, default in dict(hidden=512, layers=8, vocabulary=8192, length=120, batch_size=16, steps=12,
-                              rounds=3).items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
-    sizes = parser.parse_args()
-    if sizes.work:
-        folder, parallel, batch_size, steps, load_only = sizes.work
-        return work(folder, parallel, int(batch_size), int(steps), load_only == "True")
-    with tempfile.TemporaryDirectory() as name:
-        prepare(Path(name), sizes)
-        print("| private GiB | processes | loading, peak | loaded | arithmetic | after AdamW | arithmetic |")
-        print("|---|---|---|---|---|---|---|")
-        for n in sizes.processes:
-            for parallel in ("fsdp", "ddp"):
-                found = launch(n, name, parallel, sizes.batch_size, sizes.steps, True)
-                size = found["model"] / (n if parallel == "fsdp" else 1)
-                print(f"| {parallel} | {n} | {found['peak']:.2f} | {found['loaded']:.2f} | {size:.2f} | "
-                      f"{found['trained']:.2f} | {4 * size:.2f} |")
-        ways = {(n, parallel, batch): [] for n in sizes.processes for parallel in ("fsdp", "ddp")
-                for batch in {sizes.batch_size: 0, sizes.batch_size * n: 0}}
-        if not sizes.rounds:
-            return
-        for _ in range(sizes.rounds):
-            for (n, parallel, batch), found in ways.items():
-                found.append(launch(n, name, parallel, batch, sizes.steps, False))
-        print("\n| processes | | pairs a step | tokens/s | of one process | peak GiB on the GPU |")
-        print("|---|---|---|---|---|---|")
-        one = median(x["tokens per second"] for x in ways[sizes.processes[0], "fsdp", sizes.batch_size])
-        for (n, parallel, batch), found in ways.items():
-            speed = median(x["tokens per second"] for x in found)
-            peak = median(x.get("peak GiB", 0) for x in found)
-            gib = f"{peak:.1f}" if peak else ""
-            print(f"| {n} | {parallel} | {batch} | {speed:,.0f} | {speed / one:.2f}x | {gib} |")
+def main(args: Args):
+    if args.tiny:
+        args = replace(args, hidden=64, layers=2, words=40, batch_size=4, steps=3, rounds=1)
+    with tempfile.TemporaryDirectory() as folder:
+        make_files(Path(folder), args)
+        found = {(n, batch): [] for n in args.processes for batch in (args.batch_size, args.batch_size * n)}
+        for _ in range(args.rounds):
+            for n, batch in found:
+                found[n, batch].append(launch(n, folder, batch, args.steps))
+    print("| processes | pairs per step | tokens/s | of the first row | GiB per process |\n" + "|---" * 5 + "|")
+    first = None
+    for (n, batch), runs in found.items():
+        speed, memory = map(median, zip(*runs))
+        first = first or speed
+        print(f"| {n} | {batch} | {speed:,.0f} | {speed / first:.2f}x | {memory:.2f} |")
 
 
 if __name__ == "__main__":
-    main()
+    if "--work" in sys.argv:
+        folder, *sizes = sys.argv[-3:]
+        work(folder, *map(int, sizes))
+    else:
+        main(tyro.cli(Args, use_underscores=True))

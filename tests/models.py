@@ -1,15 +1,14 @@
-"""Tiny random models of many architectures: names, and what is special about each of them here."""
+"""Tiny random models of many architectures: their names, and what is special about each of them here."""
 from copy import deepcopy
 from functools import cache
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-SMALL = dict(vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2)
-GPT2 = dict(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=256,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2)
-TINY = dict(vocab_size=97, hidden_size=32, pad_token_id=0, eos_token_id=2)
+TOKENS = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+SMALL = dict(TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+             num_key_value_heads=2, max_position_embeddings=256)
+GPT2 = dict(TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=256)
 MOE = dict(SMALL, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
            first_k_dense_replace=1)
 GEMMA = dict(SMALL, head_dim=8, query_pre_attn_scalar=8)
@@ -31,30 +30,32 @@ MODELS = {  # name -> (model type, config, whether its completions may share a p
     "cohere-logit-scale": ("cohere", dict(SMALL, logit_scale=0.25), True),
     "granite-logits-scaling": ("granite", dict(SMALL, logits_scaling=4.0), True),
     "glm4-moe-buffer": ("glm4_moe", MOE, True),  # its routing bias is a persistent buffer, no parameter
-    "mamba": ("mamba", dict(TINY, num_hidden_layers=2, state_size=8), False),
-    "bloom-alibi": ("bloom", dict(TINY, n_layer=2, n_head=4), False),
-    "falcon": ("falcon", dict(SMALL), False),
-    "stablelm": ("stablelm", SMALL, False),  # takes the attention function, but keeps keywords from it
+    "mamba": ("mamba", dict(TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8), False),
+    "bloom-alibi": ("bloom", dict(TOKENS, hidden_size=32, n_layer=2, n_head=4), False),
+    "falcon": ("falcon", SMALL, False),
+    "stablelm": ("stablelm", SMALL, False),  # takes the attention function, but does not pass all keywords to it
 }
 
 
 def make(name, seed=0, attention=None, **changes):
     """One of MODELS, in eval mode."""
     if changes:
-        return build(MODELS[name][0], MODELS[name][1] | changes, seed, attention)
+        model_type, config, _ = MODELS[name]
+        return build(model_type, config | changes, seed, attention)
     return deepcopy(original(name, seed, attention))  # ten times as fast as another one
 
 
 @cache
 def original(name, seed, attention):
-    return build(*MODELS[name][:2], seed, attention)
+    model_type, config, _ = MODELS[name]
+    return build(model_type, config, seed, attention)
 
 
 def build(model_type, config, seed=0, attention=None):
-    """A model whose random weights are large enough that every token matters, in eval mode."""
-    config = AutoConfig.for_model(model_type, **config)
+    """A model in eval mode, with random weights so large that every token matters."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, **({"attn_implementation": attention} if attention else {}))
+    config = AutoConfig.for_model(model_type, **config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.dim() > 1:

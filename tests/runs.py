@@ -27,7 +27,7 @@ SCRIPTS = {"dpo": dpo, "kto": kto, "rloo": rloo}
 FILES = {"dpo": "pairs", "kto": "feedback", "rloo": "prompts"}
 GROUPS = [((5, 9, 33), [(60, 12, 7), (90, 41)]), ((8, 3), [(77, 21, 4, 96)])]
 IDS = torch.tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
-LORA = dict(lora_r=4, lora_alpha=32.0, lr=2e-2)  # a high learning rate, so that a few steps change the model visibly
+LORA = dict(lora_r=4, lora_alpha=32.0, lr=2e-2)  # a high rate, so that a few steps change the model visibly
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 BOTH = pytest.mark.parametrize("script", ["dpo", "kto"])
 REWARD = '''
@@ -35,7 +35,7 @@ def letters(prompts, completions, **columns):
     """Any two samples get different rewards."""
     return [sum(map(ord, completion[0]["content"])) % 101 / 101 for completion in completions]
 '''
-gc.freeze()  # ReferenceCache.fill collects garbage, which is quicker without the objects of all imported modules
+gc.freeze()  # ReferenceCache.fill collects garbage: quicker without the objects of imported modules
 
 
 def save(model, name):
@@ -54,59 +54,67 @@ def tiny(seed=0):
 
 @cache
 def data(script):
-    """The first rows of the demo's data: files to train on and to evaluate."""
-    lines, files = (ROOT / f"demo/{FILES[script]}.jsonl").open().readlines(), []
-    for name, rows in (("train", lines[:12]), ("eval", lines[12:15])):
-        files.append(Path(FOLDER.name) / f"{script}_{name}.jsonl")
-        files[-1].write_text("".join(rows))
-    return list(map(str, files))
+    """The first rows of the demo's data: a file to train on, and a file to evaluate."""
+    with open(ROOT / f"demo/{FILES[script]}.jsonl") as file:
+        lines = file.readlines()
+    train = Path(FOLDER.name) / f"{script}_train.jsonl"
+    train.write_text("".join(lines[:12]))
+    held_out = Path(FOLDER.name) / f"{script}_eval.jsonl"
+    held_out.write_text("".join(lines[12:15]))
+    return str(train), str(held_out)
 
 
 def arguments(script="dpo", **changes):
     """The arguments of a short run, with an output folder that is not there yet."""
     arguments.runs += 1
-    train, held = data(script)
-    flags = dict(model=tiny(), data=train, eval_data=held, out=f"{FOLDER.name}/out{arguments.runs}", steps=3,
-                 batch_size=3, lr=3e-3, warmup=0.0, samples=0)
+    train, held_out = data(script)
+    flags = dict(model=tiny(), data=train, eval_data=held_out, out=f"{FOLDER.name}/out{arguments.runs}", steps=3,
+                 batch_size=3, lr=3e-3, warmup=0.0)
     if script == "rloo":
-        (Path(FOLDER.name) / "reward_of_letters.py").write_text(REWARD)
-        flags |= dict(reward=(f"{FOLDER.name}/reward_of_letters.py:letters",), max_new_tokens=8, samples=2)
+        reward = Path(FOLDER.name) / "reward_of_letters.py"
+        reward.write_text(REWARD)
+        flags |= dict(reward=(f"{reward}:letters",), max_new_tokens=8)
+    else:
+        flags["samples"] = 0
     return SCRIPTS[script].Args(**flags | changes)
 
 
 arguments.runs = 0
 
 
-def resolve_args(script="dpo", **changes):
-    """The arguments of a short run as main() completes and checks them."""
-    args = SCRIPTS[script].resolve_args(arguments(script, **changes))
-    SCRIPTS[script].check(args)
-    return args
+def resolved(script="dpo", **changes):
+    """The arguments of a short run, with the flags that main() fills in."""
+    return SCRIPTS[script].resolve(arguments(script, **changes), "cpu")
 
 
 @cache
 def done(script, changes):
     args = arguments(script, **dict(changes))
-    history, model = SCRIPTS[script].main(args), f"{args.out}/model"
+    history = SCRIPTS[script].main(args)
+    model = f"{args.out}/model"
     return SimpleNamespace(history=history, out=Path(args.out), model=model, args=args, weights=weights_of(model))
 
 
 @pytest.fixture
 def run(monkeypatch):
     """run(script, **flags) gives the history, the folder and the saved weights of a run."""
-    monkeypatch.setattr(os, "sync", lambda: None)  # it would wait for every other process's files too
-    monkeypatch.setattr(os, "fsync", lambda file: None)
+    monkeypatch.setattr(os, "fsync", lambda file: None)  # it would wait for the files of other processes, too
     return lambda script="dpo", **changes: done(script, tuple(sorted(changes.items())))
 
 
 def weights_of(folder):
-    return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+    weights = {}
+    for file in Path(folder).glob("*.safetensors"):
+        weights |= load_file(file)
+    return weights
 
 
 def same(one, two, tolerance=1e-5):
     """Whether two runs have the same metrics and the same saved weights, to rounding."""
-    metrics = all(a == pytest.approx(b, abs=tolerance, rel=1e-4) for a, b in zip(one.history, two.history, strict=True))
-    return metrics and one.weights.keys() == two.weights.keys() and distance(one, two) < 2 * tolerance
+    for mine, theirs in zip(one.history, two.history, strict=True):
+        if mine != pytest.approx(theirs, abs=tolerance, rel=1e-4):
+            return False
+    return one.weights.keys() == two.weights.keys() and distance(one, two) < 2 * tolerance
 
 
 def distance(one, two):
@@ -126,11 +134,11 @@ def logits(model):
 
 def load(folder=None, script=dpo, trains=False, **flags):
     """A model as the scripts load it: the policy if it trains, else a reference."""
-    return script.load_model(str(folder or tiny()), "cpu", script.Args(**dict(dtype="float32") | flags), trains=trains)
+    return script.load_model(folder or tiny(), "cpu", script.Args(**dict(dtype="float32") | flags), trains=trains)
 
 
 def adapt(name, base=None, seed=0, **config):
-    """The folder of an adapter as supervised fine-tuning leaves it: its B is not zero."""
+    """The folder of an adapter as supervised fine-tuning leaves it: its B is not zero, and it has no tokenizer."""
     import peft
     torch.manual_seed(seed)
     config = dict(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"]) | config

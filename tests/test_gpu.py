@@ -1,10 +1,11 @@
 """On a GPU: the numbers of a CPU, the kernel of half precision, pinned memory, and every script in bfloat16."""
+from types import SimpleNamespace
+
 import pytest
 import torch
-from models import make
-from runs import SCRIPTS, load, run, save, tiny, weights_of  # noqa: F401
+from models import build, make
+from runs import SCRIPTS, TINY, adapt, load, needs_peft, run, save  # noqa: F401
 from test_logprobs import GROUPS, ON_CUDA, SAMPLES, flat, slow, values_and_gradients
-from transformers import AutoModelForCausalLM
 
 import dpo
 import refcache
@@ -37,7 +38,8 @@ def test_float32_values_and_gradients_are_those_of_the_cpu(name):
 @pytest.mark.parametrize("k", SAMPLES)
 @pytest.mark.parametrize("name", ON_CUDA)
 def test_bfloat16_kernel_is_as_close_to_one_float32_forward_per_sequence_as_the_loop(name, k, monkeypatch):
-    kernel, calls = refcache.varlen_attn, []
+    kernel = refcache.varlen_attn
+    calls = []
     monkeypatch.setattr(refcache, "varlen_attn", lambda *args, **options: calls.append(1) or kernel(*args, **options))
     truth = exact(name, SAMPLES[k])
     one_kernel = errors(name, SAMPLES[k], truth)
@@ -52,28 +54,24 @@ def test_bfloat16_kernel_is_as_close_to_one_float32_forward_per_sequence_as_the_
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window-5"])
 def test_no_micro_batch_waits_for_the_gpu(name):
-    model, rows = make(name).cuda(), [dpo.Row(x, ys[0], ys[-1], 0.0, 0.0, {}) for x, ys in SAMPLES[2]] * 3
-    known, args = ReferenceCache(), dpo.Args(dtype="bfloat16", tokens_per_forward=60)
+    model = make(name).cuda()
+    rows = [dpo.Row(x, ys[0], ys[-1], 0.0, 0.0, {}) for x, ys in SAMPLES[2]] * 3
+    known = ReferenceCache()
+    args = dpo.Args(dtype="bfloat16", tokens_per_forward=60)
     known.score(model, dpo.groups(rows), 60, "bfloat16")
     try:
         for mode in ("default", "error"):  # the first time compiles kernels
             torch.cuda.set_sync_debug_mode(mode)
-            dpo.objective(dpo.measure(model, rows, known, args), args).sum().backward()
+            dpo.metrics(dpo.measure(model, rows, known, args), args)["loss"].sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_bfloat16_kernel_with_gradient_checkpointing_gives_the_same_gradient():
-    grads = []
-    for checkpointing in (False, True):
-        model = load(trains=True, dtype="bfloat16", gradient_checkpointing=checkpointing).cuda()
-        grads.append(values_and_gradients(completion_logprobs, model, SAMPLES[2], dtype="bfloat16")[1])
-    assert (grads[0] - grads[1]).norm() < 1e-3 * grads[0].norm()
-
-
 def test_swap_through_pinned_memory_restores_every_bit():
-    policy, reference = make("llama-tied").cuda(), make("llama-tied", seed=1)
-    swap, before = Swap(policy, reference), [p.clone() for p in policy.parameters()]
+    policy = make("llama-tied").cuda()
+    reference = make("llama-tied", seed=1)
+    swap = Swap(policy, reference)
+    before = [p.clone() for p in policy.parameters()]
     assert all(tensor.is_pinned() for tensor in (*swap.saved.values(), *swap.theirs.values()))
     with pytest.raises(KeyError), swap as model:
         assert all(torch.equal(p.cpu(), q) for p, q in zip(model.parameters(), reference.parameters()))
@@ -81,38 +79,43 @@ def test_swap_through_pinned_memory_restores_every_bit():
     assert all(map(torch.equal, policy.parameters(), before))
 
 
-def test_frozen_weights_stored_in_bfloat16_change_no_bit():
-    halved = AutoModelForCausalLM.from_pretrained(tiny()).bfloat16()
-    folders = save(halved, "halved"), save(halved.float(), "widened")
-    models = [load(folder, dtype="bfloat16").cuda() for folder in folders]
-    assert [torch.bfloat16 in {p.dtype for p in model.parameters()} for model in models] == [True, False]
-    with torch.no_grad():
-        one, two = (flat(completion_logprobs(model, GROUPS, dtype="bfloat16")) for model in models)
-    assert torch.equal(one, two)
+@needs_peft
+@pytest.mark.parametrize("tied", [False, True])
+def test_frozen_weights_stored_in_bfloat16_change_no_bit(tied):
+    """The head of a tied model is the embedding, which stays float32: the policy's residual stream is not rounded."""
+    model = build("llama", TINY | dict(tie_word_embeddings=tied)).bfloat16()
+    folder = save(model, f"halved-{tied}")
+    adapter = adapt(f"adapter-{tied}", folder)
+    found = []
+    for halves in (True, False):
+        loaded = load(adapter, dtype="bfloat16").cuda()
+        if not halves:
+            loaded.float()
+        assert (torch.bfloat16 in {p.dtype for p in loaded.parameters()}) == halves
+        with torch.no_grad():
+            found.append(flat(completion_logprobs(loaded, GROUPS, dtype="bfloat16")))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("lora", [{}, pytest.param(dict(lora_r=4), marks=needs_peft)])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_policy_and_reference_of_a_tied_bfloat16_model_are_equal_before_the_first_update(script, lora, run):
+    model = save(build("llama", TINY | dict(tie_word_embeddings=True)).bfloat16(), "tied-bfloat16")
+    history = run(script, model=model, dtype="bfloat16", **lora).history
+    if script == "rloo":
+        assert abs(history[1]["kl"]) < 1e-5
+    else:
+        assert history[1]["logratio"] < 1e-5
 
 
 def test_greedy_rollouts_are_those_of_one_prompt_at_a_time():
-    policy, prompts = make("llama").cuda(), [(5, 6, 7), (9, 8), (4, 3, 2, 11, 12)]
-    class Tokenizer: eos_token_id = None
+    policy = make("llama").cuda()
+    prompts = [(5, 6, 7), (9, 8), (4, 3, 2, 11, 12)]
+    tokenizer = SimpleNamespace(eos_token_id=None, batch_decode=lambda *_, **__: [])
     args = rloo.Args(top_k=1, max_new_tokens=8, dtype="float32")
     share_prompts(policy)
-    together = rloo.rollout(policy, Tokenizer, prompts, 3, 1, args).groups
-    assert together == [rloo.rollout(policy, Tokenizer, [prompt], 3, 1, args).groups[0] for prompt in prompts]
-
-
-def test_rollout_in_bfloat16_sees_the_log_probs_of_training(run):
-    """check_start of rloo.py refuses a run whose sampler and training disagree; kl begins at 0."""
-    assert abs(run("rloo", dtype="bfloat16").history[1]["kl"]) < 1e-2
-
-
-@pytest.mark.parametrize("lora", [{}, dict(lora_r=4, lr=1e-2)])
-@pytest.mark.parametrize("script", ["dpo", "kto"])
-def test_float32_run_is_the_same_cached_swapped_and_live(run, script, lora):
-    pytest.importorskip("peft") if lora else None
-    cached, *others = (run(script, ref=ref, dtype="float32", **lora) for ref in ("cache", "swap", "live"))
-    for other in others:
-        for one, two in zip(cached.history, other.history):
-            assert one["step"] == two["step"] and two.get("loss", 0) == pytest.approx(one.get("loss", 0), abs=1e-3)
+    together = rloo.rollout(policy, tokenizer, prompts, 3, 1, args).groups
+    assert together == [rloo.rollout(policy, tokenizer, [prompt], 3, 1, args).groups[0] for prompt in prompts]
 
 
 @pytest.mark.slow
@@ -120,5 +123,5 @@ def test_float32_run_is_the_same_cached_swapped_and_live(run, script, lora):
     ("dpo", {}), ("kto", {}), ("rloo", {}), ("dpo", dict(ref="swap")), ("dpo", dict(ref="live"))])
 def test_every_script_learns_the_demo_in_bfloat16(script, flags, tmp_path):
     history = SCRIPTS[script].main(SCRIPTS[script].Args(out=str(tmp_path), dtype="bfloat16", **flags))
-    assert history[0]["eval_score"] < 0.5 and history[-1]["eval_score"] > 0.9
-    assert weights_of(tmp_path / "model")
+    name = "eval_reward" if script == "rloo" else "eval_score"
+    assert history[-1][name] > history[0][name] + 0.3
