@@ -4,12 +4,12 @@ Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation
 
     L(θ) = −E log σ( β log π(y_w|x)/π_ref(y_w|x) − β log π(y_l|x)/π_ref(y_l|x) )
 
-    python dpo.py                                                               # the demo: offline, under a minute
-    python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen     # your model, your data
-    torchrun --nproc_per_node=8 dpo.py --model ...                              # on 8 GPUs
+    python dpo.py  # the demo: offline, under a minute
+    python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen  # your model, your data
+    torchrun --nproc_per_node=8 dpo.py --model ...  # on 8 GPUs
 
-The reference π_ref is frozen, so its log-probs are computed once, before the policy is loaded, and kept in a file that
-later runs share: there are never two models in memory. A killed run resumes if the same command is given again.
+The reference π_ref is frozen: its log-probs are computed once, before the policy is loaded, and kept in a file that
+later runs share. A killed run resumes if the same command is given again.
 
 Data      rows `prompt, chosen, rejected`, or `chosen, rejected` with a common beginning; strings or chat messages:
           {"prompt": [{"role": "user", "content": "2 + 2?"}],
@@ -46,7 +46,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
-from filelock import FileLock, Timeout  # comes with torch
+from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -86,7 +86,7 @@ class Args:
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
     out: str = "out/dpo"  # folder for everything that a run writes
 
-    ref: Literal["cache", "swap", "live", "none"] = "cache"  # see README
+    ref: Literal["cache", "swap", "live", "none"] = "cache"  # see README; none: π_ref = 1
     ref_model: str | None = None  # None: the policy before training
     ref_cache: str | None = None  # file of reference log-probs, shared by runs; None: in --out
     sync_reference: int | None = None  # steps between copies of the policy into the reference
@@ -99,7 +99,7 @@ class Args:
 
     loss: tuple[Loss, ...] = ("sigmoid",)  # sigmoid is DPO; several are summed
     loss_weights: tuple[float, ...] = ()  # one per loss; empty: all 1
-    beta: float = 0.1  # strength of the KL penalty; length-normalized losses need more: sigmoid_norm 5, simpo 2
+    beta: float = 0.1  # strength of the KL penalty; sigmoid_norm needs about 5, simpo 2
     label_smoothing: float = 0.0  # assumed share of flipped labels, for sigmoid (cDPO), robust, exo_pair (> 0)
     simpo_gamma: float = 0.5  # simpo's target margin
     rpo_eta: float = 1.0  # rpo: scales the data's reward differences
@@ -188,8 +188,9 @@ def preference_loss(loss: str, batch: Batch, args: Args) -> torch.Tensor:
             return kl(margin, log_sigma(delta), log_sigma(-delta))
         case "simpo":  # arXiv:2405.14734, equation 6
             return -log_sigma(beta * (logp_w / len_w - logp_l / len_l) - args.simpo_gamma)
-        case "sft":  # a term to add to others: the mean over pairs of means over tokens. TRL: over all tokens
+        case "sft":  # a term to add to others: mean over pairs of means over tokens. TRL: over all tokens
             return -logp_w / len_w
+    raise BadInput(f"there is no loss {loss}")
 
 
 def metrics(batch: Batch, args: Args) -> dict[str, torch.Tensor]:
@@ -272,7 +273,7 @@ def main(args: Args) -> list[dict]:
     if set(args.loss) <= NO_REFERENCE:
         args = replace(args, ref="none", sync_reference=None, humanline=None)
     if args.loss_weights and len(args.loss_weights) != len(args.loss):
-        raise BadInput("--loss_weights: give one number per --loss")
+        raise BadInput("give one of --loss_weights per --loss")
     context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
     args = replace(args, max_length=min(args.max_length, context))
     out = Path(args.out)
@@ -285,15 +286,18 @@ def main(args: Args) -> list[dict]:
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
 
+    digest = checkpoint_digest(args.ref_model)
+    if args.score:
+        load_function(args.score)  # an error comes now
+
     # The reference comes first: fill() frees its model before the policy is loaded, so memory never holds both.
     reference = None
-    digest = checkpoint_digest(args.ref_model)
     if args.ref == "cache":
         reference = ReferenceCache(name=args.ref_model, reference=digest, dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
         scored = reference.fill(lambda: load_model(args.ref_model, device, args), groups(train_rows + eval_rows),
                                 args.tokens_per_forward, args.dtype, path)
-        print(f"reference: {scored} completions scored, the others from {path}")
+        print(f"reference: {scored} completions scored, all are in {path}")
     if steps == 0:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
@@ -354,8 +358,8 @@ def main(args: Args) -> list[dict]:
         if step == steps or step % args.save_every == 0:
             save_checkpoint(out, step, run, state)
         tokens += sum(len(row.prompt) + len(row.chosen) + len(row.rejected) for row in rows)
-        speed = f"{tokens / (time.monotonic() - began):.0f} tokens/s"
-        progress.set_postfix_str(f"loss {values['loss']:.3f}, {speed}", refresh=False)
+        speed = tokens / (time.monotonic() - began)
+        progress.set_postfix_str(f"loss {values['loss']:.3f}, {speed:.0f} tokens/s", refresh=False)
 
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} pairs; the model is in {out / 'model'}")
@@ -433,7 +437,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
 
 def load_data(tokenizer, args) -> tuple[list, list]:
-    """Rows to train on, and held-out rows. Without --eval_data these are all rows of some prompts."""
+    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
     rows = load_rows(args.data, tokenizer, args)
     if args.eval_data:
         return rows, load_rows(args.eval_data, tokenizer, args)
@@ -515,7 +519,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
         enough = sorted(lengths)[math.ceil(0.95 * len(rows)) - 1]
-        raise BadInput(f"{source}: too few rows ({', '.join(notes)}): --max_length {enough} would keep 95 %")
+        raise BadInput(f"{source}: too few rows ({', '.join(notes)}): --max_length {enough} would keep 95 %, if the "
+                       "model has so many positions")
     return encoded
 
 
@@ -543,8 +548,8 @@ def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list
     if roles & {"user", "system"}:
         raise ValueError("an answer begins with a user or system message")
     if as_chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-        answers = [[{"role": "assistant", "content": answer}] for answer in answers]
+        prompt = [{"role": "user", "content": prompt.strip()}]
+        answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
     return prompt, answers, repeats
 
 
@@ -652,8 +657,6 @@ def add_adapter(model, folder: str | None, trains: bool, args):
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
                                  target_modules=args.lora_target, task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
-    if trains and args.lora_r:
-        raise BadInput(f"{folder} is an adapter already: leave out --lora_r")
     config = peft.PeftConfig.from_pretrained(folder)
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
@@ -690,7 +693,10 @@ def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function."""
     file, _, name = spec.rpartition(":")
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
+    functions = runpy.run_path(file) if file else {}  # unlike import, it allows two files of one name
+    if name not in functions:
+        raise BadInput(f"{spec} is not FILE.py:FUNCTION")
+    return functions[name]
 
 
 # ---- Processes and flags: the same in dpo.py, kto.py and rloo.py -----
@@ -698,7 +704,7 @@ def load_function(spec: str) -> Callable:
 def start_processes() -> str:
     """Joins the other processes of torchrun. Returns this process's device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    warnings.filterwarnings("ignore", "torch.distributed is")  # checkpoints do not need it
+    warnings.filterwarnings("ignore", "torch.distributed is")
     if "RANK" in os.environ and not dist.is_initialized():
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -717,8 +723,11 @@ def resolve(args, device: str):
     moves_reference = args.sync_reference or vars(args).get("humanline")
     if moves_reference and args.ref != "swap":
         raise BadInput("--sync_reference and --humanline need --ref swap")
-    if args.lora_r or base_of(args.model) != args.model:
-        optional("peft")  # before the reference pass
+    is_adapter = base_of(args.model) != args.model
+    if is_adapter and args.lora_r:
+        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+    if is_adapter or args.lora_r:
+        optional("peft")
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if device == "cuda" else "float32")
     return replace(args, ref_model=args.ref_model or args.model)
@@ -727,11 +736,11 @@ def resolve(args, device: str):
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """Random numbers are a function of seed, purpose and step or epoch: a resumed run needs no saved state."""
+    """A function of seed, purpose and step or epoch: a resumed run needs no saved state."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
-@lru_cache(maxsize=2)  # a step may begin in one epoch and end in the next
+@lru_cache(maxsize=2)  # a step may be in two epochs
 def order_of_epoch(epoch: int, rows: int, seed: int) -> list[int]:
     return generator(seed, "order", epoch).permutation(rows).tolist()
 
@@ -750,7 +759,7 @@ def learning_rate(step: int, steps: int, args) -> float:
     warmup_steps = round(args.warmup * steps)
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
-    remaining = (steps - step + 1) / (steps - warmup_steps)  # falls from 1
+    remaining = (steps - step + 1) / (steps - warmup_steps)
     cosine = 0.5 - 0.5 * math.cos(math.pi * remaining)
     return args.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[args.schedule]
 
@@ -784,7 +793,7 @@ def describe_run(rows: list, digest: str, args) -> dict:
     free = "out ref_cache save_every model_every wandb tokens_per_forward rollout_tokens gradient_checkpointing".split()
     run = {name: value for name, value in asdict(args).items() if name not in free}
     run |= {"model_digest": digest, "rows_digest": hashlib.sha256(repr(rows).encode()).hexdigest()}
-    return json.loads(json.dumps(run))  # tuples become lists, as in the checkpoint
+    return json.loads(json.dumps(run))  # tuples become lists
 
 
 def training_state(policy, optimizer) -> dict[str, torch.Tensor]:

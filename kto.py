@@ -5,9 +5,9 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     ρ = log π(y|x) − log π_ref(y|x)          z = max(0, mean over the batch of log π(y'|x) − log π_ref(y'|x))
     L(θ) = E  λ_D (1 − σ(β (ρ − z)))   if y is desirable,      λ_U (1 − σ(β (z − ρ)))   if not
 
-    python kto.py                                                               # the demo: offline, under a minute
+    python kto.py  # the demo: offline, under a minute
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen  # your model, your data
-    torchrun --nproc_per_node=8 kto.py --model ...                              # on 8 GPUs
+    torchrun --nproc_per_node=8 kto.py --model ...  # on 8 GPUs
 
 z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws y' anew in each
 batch; here each row keeps one y' for the whole run, so that its reference log-probs can be cached as well. A killed run
@@ -47,7 +47,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from filelock import FileLock, Timeout  # comes with torch
+from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -141,6 +141,7 @@ def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, args: Args) -> torch
             return weight * (1 - torch.sigmoid(args.beta * sign * (batch.ratio - z)))
         case "apo_zero_unpaired":  # arXiv:2408.06266
             return weight * (1 - torch.sigmoid(args.beta * sign * batch.ratio))
+    raise BadInput(f"there is no loss {loss}")
 
 
 def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -259,16 +260,19 @@ def main(args: Args) -> list[dict]:
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
 
+    digest = checkpoint_digest(args.ref_model)
+    if args.score:
+        load_function(args.score)  # an error comes now
+
     # The reference comes first: fill() frees its model before the policy is loaded, so memory never holds both.
     reference = None
-    digest = checkpoint_digest(args.ref_model)
     if args.ref == "cache":
         reference = ReferenceCache(name=args.ref_model, reference=digest, dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
         needed = groups(train_rows + eval_rows) + other_groups(train_rows + eval_rows)
         scored = reference.fill(lambda: load_model(args.ref_model, device, args), needed, args.tokens_per_forward,
                                 args.dtype, path)
-        print(f"reference: {scored} completions scored, the others from {path}")
+        print(f"reference: {scored} completions scored, all are in {path}")
     if steps == 0:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
@@ -330,8 +334,8 @@ def main(args: Args) -> list[dict]:
         if step == steps or step % args.save_every == 0:
             save_checkpoint(out, step, run, state)
         tokens += sum(len(row.prompt) + len(row.completion) for row in rows)
-        speed = f"{tokens / (time.monotonic() - began):.0f} tokens/s"
-        progress.set_postfix_str(f"loss {values['loss']:.3f}, {speed}", refresh=False)
+        speed = tokens / (time.monotonic() - began)
+        progress.set_postfix_str(f"loss {values['loss']:.3f}, {speed:.0f} tokens/s", refresh=False)
 
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} rows; the model is in {out / 'model'}")
@@ -443,7 +447,12 @@ def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tupl
         pairs = zip(rows, others)
         return [row._replace(other=other.completion[:args.max_length - len(row.prompt)]) for row, other in pairs]
 
-    return with_others(train_rows, train_others), with_others(eval_rows, eval_others)
+    others = train_others + eval_others
+    train_rows = with_others(train_rows, train_others)
+    eval_rows = with_others(eval_rows, eval_others)
+    n_cut = sum(len(row.other) < len(other.completion) for row, other in zip(train_rows + eval_rows, others))
+    print(f"{n_cut} of {len(others)} answers to other prompts are cut to --max_length, for z")
+    return train_rows, eval_rows
 
 
 def print_balance(train_rows: list[Row], args: Args):
@@ -459,7 +468,7 @@ def print_balance(train_rows: list[Row], args: Args):
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
 
 def load_data(tokenizer, args) -> tuple[list, list]:
-    """Rows to train on, and held-out rows. Without --eval_data these are all rows of some prompts."""
+    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
     rows = load_rows(args.data, tokenizer, args)
     if args.eval_data:
         return rows, load_rows(args.eval_data, tokenizer, args)
@@ -541,7 +550,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
         enough = sorted(lengths)[math.ceil(0.95 * len(rows)) - 1]
-        raise BadInput(f"{source}: too few rows ({', '.join(notes)}): --max_length {enough} would keep 95 %")
+        raise BadInput(f"{source}: too few rows ({', '.join(notes)}): --max_length {enough} would keep 95 %, if the "
+                       "model has so many positions")
     return encoded
 
 
@@ -569,8 +579,8 @@ def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list
     if roles & {"user", "system"}:
         raise ValueError("an answer begins with a user or system message")
     if as_chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-        answers = [[{"role": "assistant", "content": answer}] for answer in answers]
+        prompt = [{"role": "user", "content": prompt.strip()}]
+        answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
     return prompt, answers, repeats
 
 
@@ -678,8 +688,6 @@ def add_adapter(model, folder: str | None, trains: bool, args):
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
                                  target_modules=args.lora_target, task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
-    if trains and args.lora_r:
-        raise BadInput(f"{folder} is an adapter already: leave out --lora_r")
     config = peft.PeftConfig.from_pretrained(folder)
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
@@ -716,7 +724,10 @@ def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function."""
     file, _, name = spec.rpartition(":")
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
+    functions = runpy.run_path(file) if file else {}  # unlike import, it allows two files of one name
+    if name not in functions:
+        raise BadInput(f"{spec} is not FILE.py:FUNCTION")
+    return functions[name]
 
 
 # ---- Processes and flags: the same in dpo.py, kto.py and rloo.py -----
@@ -724,7 +735,7 @@ def load_function(spec: str) -> Callable:
 def start_processes() -> str:
     """Joins the other processes of torchrun. Returns this process's device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    warnings.filterwarnings("ignore", "torch.distributed is")  # checkpoints do not need it
+    warnings.filterwarnings("ignore", "torch.distributed is")
     if "RANK" in os.environ and not dist.is_initialized():
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -743,8 +754,11 @@ def resolve(args, device: str):
     moves_reference = args.sync_reference or vars(args).get("humanline")
     if moves_reference and args.ref != "swap":
         raise BadInput("--sync_reference and --humanline need --ref swap")
-    if args.lora_r or base_of(args.model) != args.model:
-        optional("peft")  # before the reference pass
+    is_adapter = base_of(args.model) != args.model
+    if is_adapter and args.lora_r:
+        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+    if is_adapter or args.lora_r:
+        optional("peft")
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if device == "cuda" else "float32")
     return replace(args, ref_model=args.ref_model or args.model)
@@ -753,11 +767,11 @@ def resolve(args, device: str):
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """Random numbers are a function of seed, purpose and step or epoch: a resumed run needs no saved state."""
+    """A function of seed, purpose and step or epoch: a resumed run needs no saved state."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
-@lru_cache(maxsize=2)  # a step may begin in one epoch and end in the next
+@lru_cache(maxsize=2)  # a step may be in two epochs
 def order_of_epoch(epoch: int, rows: int, seed: int) -> list[int]:
     return generator(seed, "order", epoch).permutation(rows).tolist()
 
@@ -776,7 +790,7 @@ def learning_rate(step: int, steps: int, args) -> float:
     warmup_steps = round(args.warmup * steps)
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
-    remaining = (steps - step + 1) / (steps - warmup_steps)  # falls from 1
+    remaining = (steps - step + 1) / (steps - warmup_steps)
     cosine = 0.5 - 0.5 * math.cos(math.pi * remaining)
     return args.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[args.schedule]
 
@@ -810,7 +824,7 @@ def describe_run(rows: list, digest: str, args) -> dict:
     free = "out ref_cache save_every model_every wandb tokens_per_forward rollout_tokens gradient_checkpointing".split()
     run = {name: value for name, value in asdict(args).items() if name not in free}
     run |= {"model_digest": digest, "rows_digest": hashlib.sha256(repr(rows).encode()).hexdigest()}
-    return json.loads(json.dumps(run))  # tuples become lists, as in the checkpoint
+    return json.loads(json.dumps(run))  # tuples become lists
 
 
 def training_state(policy, optimizer) -> dict[str, torch.Tensor]:

@@ -5,9 +5,9 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     (1)   ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x), y_i ~ π(·|x)
     (2)   R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
 
-    python rloo.py                                                          # the demo: offline, under a minute
+    python rloo.py  # the demo: offline, under a minute
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
-    torchrun --nproc_per_node=8 rloo.py --model ...                         # on 8 GPUs
+    torchrun --nproc_per_node=8 rloo.py --model ...  # on 8 GPUs
 
 A prompt is encoded once for its k samples: in the rollout, the reference pass and in training. A killed run resumes if
 the same command is given again.
@@ -47,7 +47,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
-from filelock import FileLock, Timeout  # comes with torch
+from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
@@ -336,8 +336,8 @@ def main(args: Args) -> list[dict]:
         if step == steps or step % args.save_every == 0:
             save_checkpoint(out, step, run, state)
         tokens += sum(len(row.prompt) for row in rows) + samples.mask.sum().item()
-        speed = f"{tokens / (time.monotonic() - began):.0f} tokens/s"
-        progress.set_postfix_str(f"reward {values['reward']:.3f}, {speed}", refresh=False)
+        speed = tokens / (time.monotonic() - began)
+        progress.set_postfix_str(f"reward {values['reward']:.3f}, {speed:.0f} tokens/s", refresh=False)
 
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} × {args.k} samples; the model is in {out / 'model'}")
@@ -606,7 +606,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
 
 def load_data(tokenizer, args) -> tuple[list, list]:
-    """Rows to train on, and held-out rows. Without --eval_data these are all rows of some prompts."""
+    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
     rows = load_rows(args.data, tokenizer, args)
     if args.eval_data:
         return rows, load_rows(args.eval_data, tokenizer, args)
@@ -688,7 +688,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
         enough = sorted(lengths)[math.ceil(0.95 * len(rows)) - 1]
-        raise BadInput(f"{source}: too few rows ({', '.join(notes)}): --max_length {enough} would keep 95 %")
+        raise BadInput(f"{source}: too few rows ({', '.join(notes)}): --max_length {enough} would keep 95 %, if the "
+                       "model has so many positions")
     return encoded
 
 
@@ -716,8 +717,8 @@ def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list
     if roles & {"user", "system"}:
         raise ValueError("an answer begins with a user or system message")
     if as_chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-        answers = [[{"role": "assistant", "content": answer}] for answer in answers]
+        prompt = [{"role": "user", "content": prompt.strip()}]
+        answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
     return prompt, answers, repeats
 
 
@@ -825,8 +826,6 @@ def add_adapter(model, folder: str | None, trains: bool, args):
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
                                  target_modules=args.lora_target, task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
-    if trains and args.lora_r:
-        raise BadInput(f"{folder} is an adapter already: leave out --lora_r")
     config = peft.PeftConfig.from_pretrained(folder)
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
@@ -863,7 +862,10 @@ def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function."""
     file, _, name = spec.rpartition(":")
     sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
+    functions = runpy.run_path(file) if file else {}  # unlike import, it allows two files of one name
+    if name not in functions:
+        raise BadInput(f"{spec} is not FILE.py:FUNCTION")
+    return functions[name]
 
 
 # ---- Processes and flags: the same in dpo.py, kto.py and rloo.py -----
@@ -871,7 +873,7 @@ def load_function(spec: str) -> Callable:
 def start_processes() -> str:
     """Joins the other processes of torchrun. Returns this process's device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    warnings.filterwarnings("ignore", "torch.distributed is")  # checkpoints do not need it
+    warnings.filterwarnings("ignore", "torch.distributed is")
     if "RANK" in os.environ and not dist.is_initialized():
         if device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -890,8 +892,11 @@ def resolve(args, device: str):
     moves_reference = args.sync_reference or vars(args).get("humanline")
     if moves_reference and args.ref != "swap":
         raise BadInput("--sync_reference and --humanline need --ref swap")
-    if args.lora_r or base_of(args.model) != args.model:
-        optional("peft")  # before the reference pass
+    is_adapter = base_of(args.model) != args.model
+    if is_adapter and args.lora_r:
+        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+    if is_adapter or args.lora_r:
+        optional("peft")
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if device == "cuda" else "float32")
     return replace(args, ref_model=args.ref_model or args.model)
@@ -900,11 +905,11 @@ def resolve(args, device: str):
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """Random numbers are a function of seed, purpose and step or epoch: a resumed run needs no saved state."""
+    """A function of seed, purpose and step or epoch: a resumed run needs no saved state."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
-@lru_cache(maxsize=2)  # a step may begin in one epoch and end in the next
+@lru_cache(maxsize=2)  # a step may be in two epochs
 def order_of_epoch(epoch: int, rows: int, seed: int) -> list[int]:
     return generator(seed, "order", epoch).permutation(rows).tolist()
 
@@ -923,7 +928,7 @@ def learning_rate(step: int, steps: int, args) -> float:
     warmup_steps = round(args.warmup * steps)
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
-    remaining = (steps - step + 1) / (steps - warmup_steps)  # falls from 1
+    remaining = (steps - step + 1) / (steps - warmup_steps)
     cosine = 0.5 - 0.5 * math.cos(math.pi * remaining)
     return args.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[args.schedule]
 
@@ -957,7 +962,7 @@ def describe_run(rows: list, digest: str, args) -> dict:
     free = "out ref_cache save_every model_every wandb tokens_per_forward rollout_tokens gradient_checkpointing".split()
     run = {name: value for name, value in asdict(args).items() if name not in free}
     run |= {"model_digest": digest, "rows_digest": hashlib.sha256(repr(rows).encode()).hexdigest()}
-    return json.loads(json.dumps(run))  # tuples become lists, as in the checkpoint
+    return json.loads(json.dumps(run))  # tuples become lists
 
 
 def training_state(policy, optimizer) -> dict[str, torch.Tensor]:

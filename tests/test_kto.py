@@ -97,13 +97,15 @@ def test_partners_differ_by_seed_and_have_no_order():
     assert abs(np.corrcoef(prompts, derange(prompts, 0))[0, 1]) < 0.5
 
 
-def test_answers_to_other_prompts_are_cut_to_max_length():
+def test_answers_to_other_prompts_are_cut_to_max_length_and_counted(capsys):
     rows = [Row((9,) * (1 + i), tuple(range(100 * i, 100 * i + 10 - i)), True, (), {}) for i in range(8)]
     train_rows, _ = draw_others(rows, [], Args(max_length=11))
     for row in train_rows:
         source = rows[row.other[0] // 100]
         assert source.prompt != row.prompt
         assert row.other == source.completion[:11 - len(row.prompt)]
+    n_cut = sum(len(row.other) < len(rows[row.other[0] // 100].completion) for row in train_rows)
+    assert n_cut and f"{n_cut} of 8 answers" in capsys.readouterr().out
 
 
 def test_held_out_rows_never_get_an_answer_to_their_own_prompt():

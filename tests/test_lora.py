@@ -8,8 +8,8 @@ import pytest
 import torch
 from models import build
 from runs import (  # noqa: F401
-    BOTH, FOLDER, GROUPS, LORA, SCRIPTS, TINY, TOKENIZER, adapt, arguments, distance, load, logits, logprobs, run, same,
-    save, tiny, weights_of)
+    BOTH, FOLDER, GROUPS, LORA, SCRIPTS, TINY, TOKENIZER, adapt, arguments, distance, load, logits, logprobs, resolved, run,
+    same, save, tiny, weights_of)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -236,4 +236,4 @@ def test_an_adapter_that_lacks_a_weight_is_refused(run):
 @BOTH
 def test_an_adapter_on_top_of_the_adapter_in_the_model_folder_is_refused(script):
     with pytest.raises(BadInput, match="--lora_r"):
-        load(adapt("sft"), SCRIPTS[script], trains=True, lora_r=4)
+        resolved(script, model=adapt("sft"), lora_r=4)
