@@ -56,7 +56,7 @@ class CannotShare(ValueError):
     """The completions of this model cannot share a prompt: its attention is not plain causal attention over one row."""
 
 
-# ---- Shared prompts: one flat row [p1 | y11 | y12 | p2 | y21 ..] per forward, without padding 
+# ---- Shared prompts: one flat row per forward, without padding -------
 
 def shared_prompt_attention(module, query, key, value, attention_mask, spans=None, sliding_window=None, **kwargs):
     """Attention over a flat row: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D).
@@ -460,7 +460,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__} {text}"
 
 
-# ---- Several processes (torchrun): weights are split with FSDP2, and every process scores its share 
+# ---- Several processes (torchrun): FSDP2 splits the weights ----------
 
 def processes() -> tuple[int, int]:
     """This process's rank, and how many there are."""
@@ -508,7 +508,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# ---- The frozen reference: as a dictionary, or as weights that are swapped in 
+# ---- The frozen reference: a dictionary, or weights to swap in -------
 
 class ReferenceCache(Mapping):
     """Token log-probs under a frozen reference: cache[prompt_ids, completion_ids] is float32, (len(completion_ids),).
