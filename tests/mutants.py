@@ -52,7 +52,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("refcache.py", LOG, "if not prompt or not completions or not all(completions):", "if not prompt:"),
     ("refcache.py", LOG, "if load + size > budget", "if load > budget"),
     ("refcache.py", DPO, "ratios = ratios - to_device", "ratios = ratios + to_device"),
-    ("refcache.py", DPO, "ratios = ratios.clamp(*clamp)", "pass"),
+    ("refcache.py", SWAP, "ratios = ratios.clamp(*clamp)", "pass"),
     ("refcache.py", DPO, "if not difference < limit:", "if difference < -limit:"),
     # the cache
     ("refcache.py", CACHE, 'if theirs != mine and name != "name":', "if False:"),
