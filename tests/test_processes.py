@@ -112,7 +112,7 @@ def assert_same(one, several):
         assert torch.allclose(weights, several[1][name], atol=1e-5), name
 
 
-@pytest.mark.parametrize("name", slow_but({"dpo-sync", "kto-one-row", "rloo"}))
+@pytest.mark.parametrize("name", slow_but({"dpo-one-row", "dpo-sync", "kto-one-row", "rloo"}))
 def test_two_processes_give_the_run_of_one(name):
     assert_same(whole(name, 1), whole(name, 2))
 
