@@ -142,7 +142,11 @@ EQUIVALENT = {}  # text -> why nothing can notice
 def tests(folder: str, *names) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *names,
                "--ignore=tests/test_scripts.py", "--ignore=tests/test_change_it.py"]  # they compare texts
-    done = subprocess.run(command, cwd=folder, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, env=environment, timeout=300)
+    except subprocess.TimeoutExpired:  # processes that wait for each other
+        return False
     return done.returncode in (0, 5)
 
 
