@@ -90,7 +90,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("dpo.py", LOSS, "- 1 / (2 * beta)) ** 2", "- 1 / beta) ** 2"),
     ("dpo.py", LOSS, "- args.simpo_gamma)", "+ args.simpo_gamma)"),
     ("dpo.py", DPO, "torch.where(is_tie, 0.5,", "torch.where(is_tie, 0.0,"),
-    ("dpo.py", DPO, "reference.sync(args.sync_mix)  # after", "reference.sync()  # after"),
+    ("dpo.py", REF, "reference.sync(args.sync_mix)  # after", "reference.sync()  # after"),
     ("dpo.py", DPO, "        optimizer.zero_grad()\n", ""),
     ("dpo.py", DPO, "warmup_steps = round(args.warmup * steps)\n", "warmup_steps = round(args.warmup * steps) + 1\n"),
     ("kto.py", KTO, "return mean.clamp(min=0)", "return mean"),

@@ -170,7 +170,7 @@ def slow_run(script, args, model):
 
 
 @pytest.mark.parametrize("script, changes", [
-    ("dpo", dict(sync_reference=2)), ("kto", dict(sync_reference=2, sync_mix=0.6)),
+    ("dpo", dict(sync_reference=2, sync_mix=0.6)), ("kto", dict(sync_reference=2, sync_mix=0.6)),
     pytest.param("dpo", dict(sync_reference=1, sync_mix=0.6, **LORA), marks=needs_peft),
     ("dpo", dict(humanline=NARROW)), ("kto", dict(humanline=NARROW))])
 def test_a_moving_reference_and_humanline_equal_a_slow_loop(run, script, changes):
