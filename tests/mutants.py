@@ -131,7 +131,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("rloo.py", SAMPLE, "check_sampler(policy, tokenizer, args)\n    ref", "ref"),
     ("rloo.py", RLOO, "if not has_ended and said in text:", "if False:"),
     ("refcache.py", LOG, "y = y[:len(y) // 2] if cut else y", "pass"),
-    ("dpo.py", LORA, "and module.weight is not embeddings", "and True"),
+    ("dpo.py", REF, "and module.weight is not embeddings", "and True"),
     ("dpo.py", DATA, "if 2 * len(encoded) < len(rows):", "if not encoded:"),
     ("dpo.py", DATA, "if as_chat and isinstance(prompt, str):", "if False:"),
     ("dpo.py", RESUME, '    if (out / "model").exists():', "    if False:"),

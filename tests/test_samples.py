@@ -85,8 +85,12 @@ def test_each_token_is_what_its_uniform_number_picks_from_the_model(name):
 def test_long_samples_are_exact_too(name):
     """The key-value cache grows several times, and slides where there is a window."""
     model = model_of(name)
+    model.generation_config.eos_token_id = None
+    endless = SimpleNamespace(eos_token_id=None, batch_decode=TOKENIZER.batch_decode)
     args = flags(max_new_tokens=140)
-    check_tokens(model, roll(model, args, PROMPTS[:2], k=2), args)
+    samples = rollout(model, endless, PROMPTS[:2], 2, 1, args)
+    assert samples.mask.all() and samples.mask.shape[2] == 140
+    check_tokens(model, samples, args)
 
 
 @pytest.mark.parametrize("name", REFUSED)
