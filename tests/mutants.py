@@ -114,7 +114,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("dpo.py", DATA, "end = common_prefix(sequences)", "end = len(sequences[0])"),
     ("dpo.py", DATA, "bos = full[:n_bos]", "bos = full[1:n_bos]"),
     ("dpo.py", DATA, "ids if ids[:len(bos)] == bos else bos + ids", "bos + ids"),
-    ("dpo.py", DATA, 'if prompt[-1]["role"] == "assistant" else', "if False else"),
+    ("rloo.py", DATA, 'if prompt[-1]["role"] == "assistant" else', "if False else"),
     ("dpo.py", DATA, 'if roles & {"user", "system"}:', "if False:"),
     ("dpo.py", RESUME, "    if differing:\n        raise", "    if False:\n        raise"),
     ("dpo.py", RESUME, "os.truncate(out / name, size)", "pass"),
