@@ -40,7 +40,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Callable, Literal, NamedTuple
+from typing import Callable, Iterator, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -525,20 +525,19 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     if not rows:
         raise BadInput(f"{source} holds no rows")
     is_text = isinstance(rows[0]["prompt"], str)
-    if is_text and args.chat_template_kwargs != "{}":
-        raise BadInput(f"{source}: --chat_template_kwargs is not for strings: add --as_chat")
     if is_text and tokenizer.chat_template:
         print(f"{source}: strings are trained without the model's chat template; --as_chat applies it")
 
     encoded = []
     lengths = []
-    for row, sequences in zip(rows, tokenize(tokenizer, texts, add_bos=is_text)):
-        end = common_prefix(sequences)  # a token may join the prompt's end with the answer's beginning
-        prompt = tuple(sequences[0][:end])
-        completions = [tuple(ids[end:]) for ids in sequences[1:]]
-        beginnings = [tokenizer.decode(ids[:99], skip_special_tokens=True) for ids in completions]
+    all_ids = tokenize(tokenizer, [text for row_texts in texts for text in row_texts], add_bos=is_text)
+    for row, row_texts in zip(rows, texts):
+        sequences = [next(all_ids) for _ in row_texts]
+        prompt = tuple(os.path.commonprefix(sequences))  # a token may join the prompt's end with an answer's beginning
+        completions = [tuple(ids[len(prompt):]) for ids in sequences[1:]]
+        short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions if len(ids) < 20]
         lengths.append(max(map(len, sequences)))
-        if not prompt or not all(text.strip() for text in beginnings):
+        if not prompt or not all(text.strip() for text in short):
             counts["dropped: empty"] += 1
         elif len(set(completions)) < len(completions):
             counts["dropped: equal answers"] += 1
@@ -549,7 +548,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
-        enough = sorted(lengths)[math.ceil(0.95 * len(rows)) - 1]
+        enough = math.ceil(np.quantile(lengths, 0.95))
         raise BadInput(f"{source}: too few rows ({', '.join(notes)}): --max_length {enough} would keep 95 %, if the "
                        "model has so many positions")
     return encoded
@@ -565,7 +564,8 @@ def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list
     if prompt is None:
         if len(answers) < 2:
             raise KeyError("prompt")
-        prompt = answers[0][:common_prefix(answers)]
+        common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # characters or messages
+        prompt = answers[0][:len(common)]
         if isinstance(prompt, str):
             prompt = prompt.removesuffix(" ")  # a space belongs to the token that follows it
         answers = [answer[len(prompt):] for answer in answers]
@@ -582,16 +582,6 @@ def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list
         prompt = [{"role": "user", "content": prompt.strip()}]
         answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
     return prompt, answers, repeats
-
-
-def common_prefix(sequences: list) -> int:
-    """Length of the longest common beginning."""
-    length = 0
-    for items in zip(*sequences):
-        if items.count(items[0]) < len(items):
-            break
-        length += 1
-    return length
 
 
 def render(tokenizer, prompt, answers: list, args) -> list[str]:
@@ -611,18 +601,20 @@ def render(tokenizer, prompt, answers: list, args) -> list[str]:
     return texts
 
 
-def tokenize(tokenizer, texts: list[list[str]], add_bos: bool) -> list[list[list[int]]]:
+def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
     """Token ids of each text, with the tokenizer's BOS unless it is there already."""
-    plain, full = (tokenizer(texts[0][-1], add_special_tokens=special).input_ids for special in (False, True))
+    plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     n_bos = next(n for n in range(len(full)) if full[n:n + len(plain)] == plain)
     bos = full[:n_bos] if add_bos else []
-    flat = [text for row in texts for text in row]
-    flat_ids = []
-    for start in progress_bar(range(0, len(flat), 4096), desc="tokenize", unit="batch"):
-        part = flat[start:start + 4096]
-        flat_ids += tokenizer(part, add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids
-    with_bos = (ids if ids[:len(bos)] == bos else bos + ids for ids in flat_ids)
-    return [[next(with_bos) for _ in row] for row in texts]
+    for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
+        part = texts[start:start + 1024]
+        if tokenizer.is_fast:  # the calls above turned off the padding and truncation that its file may ask for
+            encodings = tokenizer.backend_tokenizer.encode_batch_fast(part, add_special_tokens=False)
+            part_ids = [encoding.ids for encoding in encodings]
+        else:
+            part_ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
+        for ids in part_ids:
+            yield ids if ids[:len(bos)] == bos else bos + ids
 
 
 # ---- Models: the same in dpo.py, kto.py and rloo.py ------------------

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from runs import ROOT, TOKENIZER, run  # noqa: F401
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 import dpo
 import kto
@@ -153,9 +153,13 @@ def test_chat_template_kwargs_reach_the_template(load):
     assert texts(loud)[1:] == texts(quiet)[1:]
 
 
-def test_chat_template_kwargs_are_refused_where_nothing_is_a_chat(load):
-    with pytest.raises(BadInput, match="chat_template_kwargs"):
-        load([TEXT], chat_template_kwargs='{"loud": true}')
+@pytest.mark.parametrize("tokenizer", [byte_level(), ByT5Tokenizer()])
+def test_tokenizers_in_rust_and_in_python(load, tokenizer):
+    if tokenizer.is_fast:  # its file may ask for these
+        tokenizer.backend_tokenizer.enable_truncation(4)
+        tokenizer.backend_tokenizer.enable_padding()
+    row, = load([TEXT], tokenizer)
+    assert texts(row, tokenizer) == ["The tea", " was warm.</s>", " was bad.</s>"]
 
 
 def test_as_chat_makes_messages_of_strings(load):
