@@ -517,7 +517,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
-        enough = math.ceil(np.quantile(lengths, 0.95))
+        enough = np.quantile(lengths, 0.95, method="inverted_cdf")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)}): --max_length {enough} would keep 95 %, if the "
                        "model has so many positions")
     return encoded

@@ -180,11 +180,6 @@ def test_strings_that_meet_a_chat_template_are_reported(load, capsys):
     assert "--as_chat" not in capsys.readouterr().out
 
 
-def test_columns_of_the_file_are_kept(load):
-    columns = load(CHATS[:1])[0].columns
-    assert columns["thing"] == CHATS[0]["thing"] and columns["prompt"] == CHATS[0]["prompt"]
-
-
 # ---- The boundary between prompt and answer --------------------------
 
 
@@ -231,7 +226,6 @@ def test_a_chat_gets_no_bos_beyond_its_template(load, beginning):
 
 
 def test_each_of_many_rows_is_tokenized_as_it_would_be_alone(load):
-    """Texts are tokenized a few thousand at a time."""
     sources = [dict(prompt=f"The tea {n}", chosen=f" was {n}.", rejected=f" is {n}.") for n in range(4000)]
     for row, source in zip(load(sources), sources, strict=True):
         assert texts(row) == [source["prompt"], source["chosen"] + END, source["rejected"] + END]
