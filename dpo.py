@@ -6,7 +6,6 @@ Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation
 
     python dpo.py  # the demo: offline, under a minute
     python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen  # your model, your data
-    torchrun --nproc_per_node=8 dpo.py --model ...  # on 8 GPUs
 
 The reference π_ref is frozen: its log-probs are computed once, before the policy is loaded, and kept in a file that
 later runs share. A killed run resumes if the same command is given again.
@@ -18,7 +17,7 @@ Data      rows `prompt, chosen, rejected`, or `chosen, rejected` with a common b
 Shapes    B pairs in a batch; (B,) per pair. w: the chosen answer y_w; l: the rejected one, y_l.
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens | rewards/margins: their
           difference | rewards/accuracies: share of pairs where it is > 0, ties count 1/2 | logps/*: log π(y|x) |
-          logratio: |log π − log π_ref| per token of y_w | grad_norm before clipping | learning_rate. eval_*: on
+          logratio: |log π − log π_ref| of y_w per token | grad_norm before clipping | learning_rate. eval_*: on
           held-out pairs; eval_score: mean of --score.
 """
 import csv
@@ -32,9 +31,8 @@ import shutil
 import sys
 import time
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -340,7 +338,8 @@ def main(args: Args) -> list[dict]:
         grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
         values["grad_norm"] = full_tensor(grad_norm).item()
         values["learning_rate"] = learning_rate(step, steps, args)
-        check_finite(step, values)
+        if not math.isfinite(values["loss"] + values["grad_norm"]):
+            raise BadInput(f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: lower --lr")
         for group in optimizer.param_groups:
             group["lr"] = values["learning_rate"]
         optimizer.step()
@@ -385,8 +384,7 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         completions = answers
         if isinstance(prompts[0], list):
             completions = [[{"role": "assistant", "content": text}] for text in answers]
-        inputs = deepcopy(columns | {"prompts": prompts, "completions": completions})  # a function may change them
-        scores = load_function(args.score)(**inputs)
+        scores = load_function(args.score)(prompts=prompts, completions=completions, **columns)
         if scores is None or None in scores:
             raise BadInput(f"{args.score} returned None: is a return missing?")
         lines = [line | {"score": float(score)} for line, score in zip(lines, scores, strict=True)]
@@ -442,18 +440,17 @@ def load_data(tokenizer, args) -> tuple[list, list]:
     if args.eval_data:
         return rows, load_rows(args.eval_data, tokenizer, args)
     prompts = sorted({row.prompt for row in rows})
-    order = generator(args.seed, "hold_out").permutation(len(prompts))
+    order = generator(0, "hold_out").permutation(len(prompts))
     held_out = {prompts[i] for i in order[:min(args.eval_size, len(prompts) // 10)]}
     return [row for row in rows if row.prompt not in held_out], [row for row in rows if row.prompt in held_out]
 
 
 def read_rows(source: str) -> list:
-    """The rows of a file (of .jsonl the lines), or of a hub dataset NAME[:SPLIT]."""
+    """The rows of a file (of JSON Lines the lines), or of a hub dataset NAME[:SPLIT]."""
     match Path(source).suffix:
-        case ".jsonl":
-            return open(source, encoding="utf-8-sig").readlines()
-        case ".json":
-            return json.loads(Path(source).read_text(encoding="utf-8-sig"))
+        case ".jsonl" | ".json":
+            text = Path(source).read_text(encoding="utf-8-sig")
+            return json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
         case ".csv":
             return list(csv.DictReader(open(source, encoding="utf-8-sig", newline="")))
         case ".parquet":
@@ -474,7 +471,6 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     texts = []  # per row the prompt, and prompt + each answer
     kinds = set()
     counts = Counter()
-    unit = "line" if source.endswith(".jsonl") else "row"
     for number, row in enumerate(file_rows, 1):
         if isinstance(row, str) and not row.strip():
             continue
@@ -483,17 +479,19 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
             if None in columns:
                 raise ValueError("more cells than the header")
             prompt, answers, repeats = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat)
-            texts.append(render(tokenizer, prompt, answers, args))
+            texts.append(render(tokenizer, prompt, answers, args, columns))
             rows.append(columns | {"prompt": prompt})
             kinds.add((type(prompt), columns.get("prompt") is None))
             if len(kinds) > 1:
                 raise ValueError("unlike the rows before: strings or messages, with or without a prompt")
         except Exception as error:  # of a malformed row, or of the template
-            raise BadInput(f"{source} {unit} {number}: {error!r} in {str(row)[:200]}") from error
+            raise BadInput(f"{source}:{number}: {error!r} in {str(row)[:200]}") from error
         counts["with answers that repeat the prompt"] += repeats
     if not rows:
         raise BadInput(f"{source} holds no rows")
     is_text = isinstance(rows[0]["prompt"], str)
+    if is_text and args.chat_template_kwargs != "{}":
+        raise BadInput(f"{source}: --chat_template_kwargs is not for strings: add --as_chat")
     if is_text and tokenizer.chat_template:
         print(f"{source}: strings are trained without the model's chat template; --as_chat applies it")
 
@@ -518,8 +516,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
         enough = np.quantile(lengths, 0.95, method="inverted_cdf")
-        raise BadInput(f"{source}: too few rows ({', '.join(notes)}): --max_length {enough} would keep 95 %, if the "
-                       "model has so many positions")
+        raise BadInput(f"{source}: too few rows ({', '.join(notes)}); --max_length {enough} suffices for 95 %")
     return encoded
 
 
@@ -553,12 +550,13 @@ def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list
     return prompt, answers, repeats
 
 
-def render(tokenizer, prompt, answers: list, args) -> list[str]:
+def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
     """The text of the prompt, and of prompt + each answer. Strings end with EOS, chats as their template says."""
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
         return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
-    options = {"tokenize": False, **json.loads(args.chat_template_kwargs)}
+    options = {"tokenize": False, "tools": columns.get("tools"), **json.loads(args.chat_template_kwargs)}
+    options |= columns.get("chat_template_kwargs") or {}
     ending = "continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"
     texts = [tokenizer.apply_chat_template(prompt, **{ending: True}, **options)]
     for answer in answers:
@@ -656,10 +654,7 @@ def add_adapter(model, folder: str | None, trains: bool, args):
             module.float()  # peft loads into a copy of it: must be float32
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
-        try:
-            return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains)
-        except UserWarning as error:
-            raise BadInput(f"{folder} lacks weights: {error}") from error
+        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains)
 
 
 def load_reference(policy, device: str, args):
@@ -756,11 +751,6 @@ def learning_rate(step: int, steps: int, args) -> float:
     return args.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[args.schedule]
 
 
-def check_finite(step: int, values: dict):
-    if not math.isfinite(values["loss"] + values["grad_norm"]):
-        raise BadInput(f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: lower --lr")
-
-
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
 def open_folder(out: Path, args) -> FileLock | None:
@@ -793,7 +783,7 @@ def training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     for weight in policy.parameters():
         if weight.requires_grad:
             weight.grad = torch.zeros_like(weight)
-    optimizer.step()
+    optimizer.step()  # lr is 0: no weight changes
     optimizer.zero_grad()
     tensors = {}
     for name, weight in policy.named_parameters():  # tied weights once
@@ -811,7 +801,9 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
         shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     if dist.is_initialized():
         dist.barrier()
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=True))
+    # 64 tensors per file: the writer holds a whole file in memory
+    files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
+    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
         write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])

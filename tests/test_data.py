@@ -151,6 +151,14 @@ def test_chat_template_kwargs_reach_the_template(load):
     loud, = load([chat()], tokenizer, chat_template_kwargs='{"loud": true}')
     assert texts(loud)[0] == "LOUD" + texts(quiet)[0]
     assert texts(loud)[1:] == texts(quiet)[1:]
+    with pytest.raises(BadInput, match="chat_template_kwargs"):
+        load([TEXT], chat_template_kwargs='{"loud": true}')
+
+
+def test_tools_and_template_flags_of_a_row_reach_the_template(load):
+    tokenizer = variant("{{ tools }}{{ loud }}" + PLAIN)
+    row, = load([chat() | dict(tools=[{}], chat_template_kwargs=dict(loud="LOUD"))], tokenizer)
+    assert texts(row)[0].startswith("[{}]LOUD<user>")
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), ByT5Tokenizer()])
@@ -200,7 +208,7 @@ def test_a_template_that_ends_a_lone_prompt_differently_keeps_the_common_tokens(
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no such role') }}"])
 def test_a_template_that_fails_is_named_with_the_row(load, template):
-    with pytest.raises(BadInput, match=r"rows.jsonl (line|row) 1\b"):
+    with pytest.raises(BadInput, match=r"rows.jsonl:1\b"):
         load(CHATS, variant(template))
 
 
@@ -299,14 +307,14 @@ def test_answers_that_begin_with_a_short_prompt_and_a_single_one_stay_whole(load
     (dict(TEXT, prompt=str(said("q", "user"))), "string"),
     (dict(TEXT, chosen=said("a")), ""), (chat(), "messages"), (dict(TEXT, prompt=None), "prompt")])
 def test_rows_that_cannot_be_read_are_refused_with_file_and_row(load, bad, words):
-    with pytest.raises(BadInput, match=rf"rows.jsonl (line|row) 2\b.*{words}"):
+    with pytest.raises(BadInput, match=rf"rows.jsonl:2\b.*{words}"):
         load([TEXT, bad, TEXT, TEXT])
 
 
 @pytest.mark.parametrize("role", ["user", "system"])
 def test_answers_that_begin_with_another_role_are_refused(load, role):
     bad = dict(chat(), chosen=said("x", role) + said("a"), rejected=said("x", role) + said("b"))
-    with pytest.raises(BadInput, match=r"(line|row) 2\b.*(user|system)"):
+    with pytest.raises(BadInput, match=r"jsonl:2\b.*(user|system)"):
         load([chat(), bad])
 
 
@@ -318,7 +326,7 @@ def test_answers_that_are_json_are_not_messages(load):
 
 
 def test_a_broken_line_of_a_jsonl_file_is_named(load):
-    with pytest.raises(BadInput, match="rows.jsonl line 3"):
+    with pytest.raises(BadInput, match="rows.jsonl:3"):
         load([TEXT, "", '{"prompt": ', TEXT])
 
 
@@ -367,7 +375,8 @@ def write_as(path, rows):
     if path.suffix == ".jsonl":  # with a byte order mark, CRLF and empty lines
         path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(map(json.dumps, rows)).encode())
     elif path.suffix == ".json":
-        path.write_text(json.dumps(rows))
+        lines = path.stem == "lines"  # as Dataset.to_json writes it
+        path.write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps(rows))
     elif path.suffix == ".csv":
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, rows[0])
@@ -380,9 +389,9 @@ def write_as(path, rows):
     return path
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
-def test_every_format_gives_the_same_rows(load, tmp_path, suffix):
-    loaded = load(write_as(tmp_path / f"file.{suffix}", ROWS))
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "lines.json", "a.csv", "a.parquet"])
+def test_every_format_gives_the_same_rows(load, tmp_path, name):
+    loaded = load(write_as(tmp_path / name, ROWS))
     assert [row[:3] for row in loaded] == [row[:3] for row in load(ROWS)]
     assert [row.columns for row in loaded] == ROWS
 
@@ -395,7 +404,7 @@ def test_chats_in_parquet_are_those_of_jsonl(load, tmp_path):
 def test_lines_of_a_csv_file_with_more_or_fewer_cells_than_the_header_are_refused(load, tmp_path, line):
     """A comma outside of quotes would shift the columns: part of an answer would become the other answer."""
     (tmp_path / "rows.csv").write_text(f"prompt,chosen,rejected\np, good, bad\n{line}\n")
-    with pytest.raises(BadInput, match="rows.csv.* 2"):
+    with pytest.raises(BadInput, match="rows.csv:2"):
         load(tmp_path / "rows.csv")
 
 

@@ -259,19 +259,19 @@ def test_held_out_prompts_are_not_trained_on(monkeypatch):
     rows = [SimpleNamespace(prompt=(i % 30,)) for i in range(90)]
     monkeypatch.setattr(dpo, "load_rows", lambda *rest: rows)
 
-    def split(size, seed=0):
+    def split(size, seed):
         train_rows, held_out = dpo.load_data(None, Args(data="", eval_size=size, seed=seed))
         assert len(train_rows) + len(held_out) == 90
         assert not {row.prompt for row in train_rows} & {row.prompt for row in held_out}
         return held_out
 
-    assert len(split(128)) == 9, "at most a tenth of the prompts"
-    assert split(0) == [] and split(3, seed=1) != split(3)
+    assert len(split(128, 0)) == 9, "at most a tenth of the prompts"
+    assert split(0, 0) == []
+    assert split(3, 1) == split(3, 0) != rows[:9], "runs of several seeds are compared on the same rows"
 
 
 @pytest.mark.parametrize("epochs, steps", [(1.0, 3), (0.5, 2), (2.5, 6)])
 def test_epochs_give_the_number_of_steps(run, epochs, steps):
-    """12 rows in batches of 5: a batch that an epoch ends in is a whole one, too."""
     assert len(run(steps=None, epochs=epochs, batch_size=5).history) == 1 + steps
 
 
@@ -357,11 +357,6 @@ def test_scores_get_all_columns_also_those_that_the_first_row_lacks(tmp_path):
     means, lines = sampled(tmp_path, "return [float(answer == '42') for answer in columns['answer']]")
     assert means == {"eval_score": 0.5} and [line["score"] for line in lines] == [0.0, 1.0]
     assert [line["step"] for line in lines] == [7, 7]
-
-
-def test_a_score_may_change_its_arguments(tmp_path):
-    means, lines = sampled(tmp_path, "[p.append(p[0]) for p in prompts]; return [float(len(p)) for p in prompts]")
-    assert means == {"eval_score": 2.0} and [len(line["prompt"]) for line in lines] == [1, 1]
 
 
 @pytest.mark.parametrize("score, error", [("return 1 / 0", ZeroDivisionError), ("return [1.0]", ValueError),

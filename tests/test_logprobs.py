@@ -362,15 +362,26 @@ def test_model_whose_log_probs_do_not_show_the_spans_gets_padded_rows():
 
 
 def test_mask_that_only_longer_rows_have_ends_sharing_and_says_so(monkeypatch, capsys):
-    use_attention(monkeypatch, lambda shared, *args, sliding_window=None, **kwargs: shared(*args, **kwargs))
-    config = dict(SMALL, sliding_window=80)
+    def masks_long_rows(shared, module, query, key, value, mask, **kwargs):
+        return shared(module, query, key, value, mask if key.shape[2] < 80 else key.new_ones(1), **kwargs)
+    use_attention(monkeypatch, masks_long_rows)
     groups = [(P * 20, GROUPS[0][1]), *GROUPS]
-    model = build("mistral", config)
-    assert share_prompts(model), "the window is longer than the rows of the probe"
-    truth = flat(slow(build("mistral", config, attention="sdpa"), groups))
+    model = make("llama")
+    assert share_prompts(model), "the rows of the probe are shorter"
+    truth = flat(slow(make("llama", attention="sdpa"), groups))
     assert_close([flat(completion_logprobs(model, groups))], [truth])
     assert not shares_prompts(model)
     assert "masks more than the future" in capsys.readouterr().out
+
+
+def test_a_layer_that_is_not_told_its_window_shares_nothing(monkeypatch):
+    use_attention(monkeypatch, lambda shared, *args, sliding_window=None, **kwargs: shared(*args, **kwargs))
+    assert not share_prompts(build("mistral", dict(SMALL, sliding_window=80)))
+
+
+def test_a_window_makes_no_mask_of_all_pairs():
+    ones = torch.ones(1, 1, dtype=torch.bool).expand(1, 50_000)
+    assert refcache.shared_prompt_mask(attention_mask=ones, local_size=80).untyped_storage().nbytes() == 1
 
 
 def test_out_of_memory_in_the_probe_is_no_verdict():

@@ -58,7 +58,6 @@ def test_reference_of_a_new_adapter_is_the_bare_model_bit_for_bit(checkpointing)
 
 @pytest.mark.parametrize("ref, checkpointing", [("cache", True), ("swap", False), ("live", True)])
 def test_a_run_from_an_sft_adapter_has_it_as_reference_without_its_dropout(run, ref, checkpointing):
-    """The reference is the adapter as it was saved, not the bare model below it. The adapter has no tokenizer."""
     folder = adapt("dropping", lora_dropout=0.5)
     assert not list(Path(folder).glob("tokenizer*"))
     one = run(model=folder, ref=ref, gradient_checkpointing=checkpointing, lr=2e-2)
@@ -229,7 +228,7 @@ def test_an_adapter_that_lacks_a_weight_is_refused(run):
     weights = load_file(path)
     weights.popitem()
     save_file(weights, path)
-    with pytest.raises(BadInput, match="missing|no weights"):
+    with pytest.raises(UserWarning, match="missing adapter keys"):
         run(model=folder, ref="swap")
 
 

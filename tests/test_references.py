@@ -71,7 +71,6 @@ def routed(seed, bias):
 
 
 def test_swap_moves_persistent_buffers_too(run):
-    """With the policy's routing bias the reference would choose other experts."""
     policy, reference = routed(1, [3.0, 0.0, 0.0, -3.0]), routed(2, [-3.0, 0.0, 0.0, 3.0])
     cached, swapped = (run(model=policy, ref_model=reference, ref=ref, steps=2) for ref in ("cache", "swap"))
     assert same(swapped, cached)
@@ -89,7 +88,7 @@ def test_swap_of_an_adapter_with_another_scale_or_base_is_refused_or_exact(diffe
     try:
         known = reference_logprobs(Swap(policy, reference), GROUPS)
     except BadInput as error:
-        assert "not built like the policy" in str(error)
+        assert "unlike the policy" in str(error)
     else:
         assert {key: known[key].tolist() for key in known} == logprobs(reference)
 
@@ -97,7 +96,6 @@ def test_swap_of_an_adapter_with_another_scale_or_base_is_refused_or_exact(diffe
 @pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=needs_peft)])
 @pytest.mark.parametrize("script, ref", [("dpo", "cache"), ("kto", "swap"), ("rloo", "live")])
 def test_a_reference_with_another_tokenizer_is_refused(run, script, ref, adapter, tmp_path):
-    """Its ids would be other words. An adapter has no tokenizer of its own, but its base has."""
     folder = tmp_path / "other"
     shutil.copytree(tiny(), folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
@@ -185,7 +183,6 @@ def test_a_moving_reference_and_humanline_equal_a_slow_loop(run, script, changes
 
 
 def test_the_reference_of_rloo_moves_after_its_step(run):
-    """With --sync_reference 2 odd steps begin with policy and reference alike."""
     still = [abs(values["kl"]) for values in run("rloo").history[1:]]
     moved = [abs(values["kl"]) for values in run("rloo", sync_reference=2).history[1:]]
     assert max(moved[0], moved[2]) < 1e-6

@@ -83,7 +83,6 @@ def test_each_token_is_what_its_uniform_number_picks_from_the_model(name):
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window-5", "gemma3-window-6"])
 def test_long_samples_are_exact_too(name):
-    """The key-value cache grows several times, and slides where there is a window."""
     model = model_of(name)
     model.generation_config.eos_token_id = None
     endless = SimpleNamespace(eos_token_id=None, batch_decode=TOKENIZER.batch_decode)

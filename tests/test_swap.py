@@ -138,7 +138,7 @@ def test_reference_that_is_built_differently_is_refused(other, changes):
     policy = make("llama")
     reference = make(other, **changes)
     for models in ((policy, reference), (reference, policy)):
-        with pytest.raises(BadInput, match="not built like the policy"):
+        with pytest.raises(BadInput, match="unlike the policy"):
             Swap(*models)
 
 
@@ -262,7 +262,7 @@ def test_log_ratio_of_an_unknown_completion_is_an_error():
 
 @pytest.mark.parametrize("dtype, ranks, difference, agrees", [
     ("float32", 1, 5e-5, True), ("float32", 1, 2e-4, False), ("float32", 1, float("nan"), False),
-    ("bfloat16", 1, 5e-4, True), ("bfloat16", 1, 2e-3, False),
+    ("bfloat16", 1, 2e-3, True), ("bfloat16", 1, 2e-2, False),
     ("bfloat16", 2, 1e-2, True), ("bfloat16", 2, 0.1, False)])
 def test_check_agreement_refuses_another_reference(monkeypatch, capsys, dtype, ranks, difference, agrees):
     monkeypatch.setattr(refcache, "processes", lambda: (0, ranks))
