@@ -262,14 +262,14 @@ def main(args: Args) -> list[dict]:
     if args.score:
         load_function(args.score)  # an error comes now
 
-    # The reference comes first: fill() frees its model before the policy is loaded, so memory never holds both.
+    # The reference comes first, so that memory never holds both models.
     reference = None
     if args.ref == "cache":
         reference = ReferenceCache(name=args.ref_model, reference=digest, dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
         needed = groups(train_rows + eval_rows) + other_groups(train_rows + eval_rows)
         scored = reference.fill(lambda: load_model(args.ref_model, device, args), needed, args.tokens_per_forward,
-                                args.dtype, path)
+                                args.dtype, path)  # frees the reference model
         print(f"reference: {scored} completions scored, all are in {path}")
     if steps == 0:
         return []
@@ -321,7 +321,7 @@ def main(args: Args) -> list[dict]:
         optimizer.step()
         optimizer.zero_grad()
         if args.sync_reference and step % args.sync_reference == 0:
-            reference.sync(args.sync_mix)  # after it, as in TR-DPO, arXiv:2404.09656
+            reference.sync(args.sync_mix)  # after the update, as in TR-DPO, arXiv:2404.09656
 
         if step == steps:
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
