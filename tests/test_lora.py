@@ -189,7 +189,6 @@ def halved():
     ("dpo", dict(gradient_checkpointing=True)), pytest.param("kto", dict(ref="live"), marks=pytest.mark.slow),
     ("rloo", dict(steps=2))])
 def test_a_base_stored_in_bfloat16_changes_no_bit_of_a_run(run, script, flags):
-    """Under bfloat16 forwards a base saved in bfloat16 stays so. The same numbers in float32 give the same run."""
     bases = save(halved(), "halved"), save(halved().float(), "widened")
     adapters = []
     for base, dtype in zip(bases, (torch.bfloat16, torch.float32)):

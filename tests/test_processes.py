@@ -5,6 +5,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from functools import cache
 from pathlib import Path
@@ -97,6 +98,12 @@ def train(name, n, **changes):
     script, args = flags_of(name, **changes)
     history = in_processes(n, SCRIPTS[script].main, args)
     return history, weights_of(f"{args.out}/model"), Path(args.out)
+
+
+def test_steps_0_of_rloo_waits_for_the_metrics(monkeypatch):
+    log = SCRIPTS["rloo"].log
+    monkeypatch.setattr(SCRIPTS["rloo"], "log", lambda *rest: (time.sleep(1), log(*rest)))
+    assert len(in_processes(2, SCRIPTS["rloo"].main, flags_of("rloo", steps=0)[1])) == 1
 
 
 @cache
@@ -199,7 +206,6 @@ def test_log_probs_and_gradients_of_split_models_are_those_of_whole_ones(name, c
 
 
 def test_bfloat16_log_probs_of_split_models_are_the_same():
-    """Layers gathered in bfloat16 give what autocast makes of whole ones in float32."""
     logps, gradients = logps_and_gradients("llama-tied", dtype="bfloat16")
     exact, _ = logps_and_gradients("llama-tied")
     theirs, sums = in_processes(2, in_two, "llama-tied", False, "bfloat16")

@@ -81,7 +81,6 @@ def test_swap_moves_persistent_buffers_too(run):
 @needs_peft
 @pytest.mark.parametrize("difference", ["lora_alpha", "use_rslora", "base"])
 def test_swap_of_an_adapter_with_another_scale_or_base_is_refused_or_exact(difference):
-    """The scale and the base do not move with the adapter: silently they would stay the policy's."""
     config = dict(lora_alpha=dict(lora_alpha=32), use_rslora=dict(use_rslora=True), base=dict(base=tiny(1)))[difference]
     policy = load(adapt("sft"), trains=True)
     reference = load(adapt(difference, seed=1, **config))
@@ -191,7 +190,6 @@ def test_the_reference_of_rloo_moves_after_its_step(run):
 
 
 def test_the_reference_of_rloo_moves_by_its_share(run):
-    """After the last step, half of the way is left with --sync_mix 0.5, and nothing with 1."""
     half, whole, still = (abs(run("rloo", steps=2, **flags).history[-1]["eval_kl"]) for flags in (
         dict(sync_reference=2, sync_mix=0.5), dict(sync_reference=2), {}))
     assert whole < 1e-6 < 1e-4 < half < 0.8 * still

@@ -226,6 +226,14 @@ def test_a_checkpoint_is_safetensors_and_json_and_older_ones_are_removed():
     assert json.loads((newest(killed("dpo")) / "run.json").read_text())["step"] == STEPS - 1
 
 
+def test_a_checkpoint_has_64_tensors_per_file(tmp_path):
+    """The writer holds a file in memory."""
+    for name in dpo.LOGS:
+        (tmp_path / name).touch()
+    dpo.save_checkpoint(tmp_path, 1, {}, {"training": {f"{n}": torch.ones(1) for n in range(65)}})
+    assert sorted(len(load_file(path)) for path in tmp_path.glob("*/*.safetensors")) == [1, 64]
+
+
 def tensor_names(folder):
     found = []
     for path in folder.glob("*.safetensors"):

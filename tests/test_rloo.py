@@ -67,7 +67,6 @@ def rewards(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def flags(rewards):
-    """Flags of a run of two steps, in which about half of the samples of the demo's model end by themselves."""
     return dict(model=MODEL, reward=(rewards("vowels"),), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=12)
 
 

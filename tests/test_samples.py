@@ -58,7 +58,6 @@ def true_logps(model, prompt, y, temperature):
 
 
 def check_tokens(model, samples, args):
-    """Each token must be the one that its uniform number picks from the model."""
     shape = len(samples.groups), len(samples.groups[0][1]), args.max_new_tokens
     uniform = torch.from_numpy(generator(args.seed, "rollout", 1).random(shape))
     for b, (prompt, ys) in enumerate(samples.groups):

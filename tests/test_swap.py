@@ -28,7 +28,6 @@ def adapted(**config):
 
 @torch.no_grad()
 def move(model, seed=0):
-    """Stands for training: changes everything that trains, and the buffers."""
     torch.manual_seed(seed)
     for tensor in model.state_dict(keep_vars=True).values():
         if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter):
