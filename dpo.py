@@ -239,9 +239,9 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
     """Mean metrics of a batch, in micro-batches that the processes share. With `train`, adds the loss's gradient."""
     totals = Counter()
-    for indices in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
-        micro = [rows[i] for i in indices or [0]]
-        share = bool(indices) / len(rows)  # an empty micro-batch counts 0 times, see micro_batches
+    for indices, counts in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
+        micro = [rows[i] for i in indices]
+        share = counts / len(rows)
         with torch.set_grad_enabled(train):
             values = metrics(measure(policy, micro, ref_logps, args), args)
             loss = values["loss"].sum() * share
@@ -317,16 +317,15 @@ def main(args: Args) -> list[dict]:
         log(out, values, args)
 
     window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
-    ref_logps = None
     tokens = 0
     began = time.monotonic()
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
-        first = step - (step - 1) % window
-        if step == first or ref_logps is None:  # a resumed run scores the same window
-            steps_ahead = range(first, min(first + window, steps + 1))
+        place = (step - 1) % window
+        if place == 0 or step == last_step + 1:  # a resumed run scores its whole window again
+            steps_ahead = range(step - place, min(step - place + window, steps + 1))
             ahead = [row for n in steps_ahead for row in batch_rows(n, train_rows, batch_size, args.seed)]
             ref_logps = reference_logprobs(reference, groups(ahead), args.tokens_per_forward, args.dtype)
         values = {"step": step, **run_batch(policy, rows, ref_logps, args, train=True)}

@@ -196,11 +196,11 @@ def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
     """z of equation 7, a scalar: a mean over the whole batch, then clamped, without β."""
     others = other_groups(rows)
     total = torch.zeros((), device=policy.device)
-    for indices in micro_batches(policy, others, args.tokens_per_forward, *processes()):
-        micro = [others[i] for i in indices or [0]]
+    for indices, counts in micro_batches(policy, others, args.tokens_per_forward, *processes()):
+        micro = [others[i] for i in indices]
         logps = completion_logprobs(policy, micro, args.tokens_per_forward, args.dtype)
         ratios = log_ratios(logps, micro, ref_logps, args.humanline)
-        total += sum_tokens(ratios).sum() * bool(indices)  # an empty micro-batch counts 0 times, see micro_batches
+        total += sum_tokens(ratios).sum() * counts
     mean = all_reduce(total) / max(1, len(others))
     return mean.clamp(min=0)
 
@@ -208,20 +208,19 @@ def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
     """Mean metrics of a batch, in micro-batches that the processes share. With `train`, adds the loss's gradient."""
     z = estimate_kl(policy, rows, ref_logps, args)
-    sums, counts = Counter(), Counter()
-    for indices in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
-        micro = [rows[i] for i in indices or [0]]
-        has_rows = bool(indices)  # an empty micro-batch counts 0 times, see micro_batches
+    sums, numbers = Counter(), Counter()
+    for indices, counts in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
+        micro = [rows[i] for i in indices]
         with torch.set_grad_enabled(train):
             values = metrics(measure(policy, micro, ref_logps, args), z, args)
-            loss = values["loss"][0].sum() / len(rows) * has_rows
+            loss = values["loss"][0].sum() / len(rows) * counts
         if train:
             loss.backward()
         for name, (value, mask) in values.items():
-            sums[name] += (value.detach() * mask).sum() * has_rows
-            counts[name] += mask.sum() * has_rows
-    totals = all_reduce(torch.stack([*sums.values(), *counts.values()])).view(2, -1)
-    means = {name: total / count for name, total, count in zip(sums, *totals.tolist()) if count}
+            sums[name] += (value.detach() * mask).sum() * counts
+            numbers[name] += mask.sum() * counts
+    totals = all_reduce(torch.stack([*sums.values(), *numbers.values()])).view(2, -1)
+    means = {name: total / number for name, total, number in zip(sums, *totals.tolist()) if number}
     if "rewards/chosen" in means and "rewards/rejected" in means:
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     return means | {"kl": z.item()}
@@ -292,16 +291,15 @@ def main(args: Args) -> list[dict]:
         log(out, values, args)
 
     window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
-    ref_logps = None
     tokens = 0
     began = time.monotonic()
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
-        first = step - (step - 1) % window
-        if step == first or ref_logps is None:  # a resumed run scores the same window
-            steps_ahead = range(first, min(first + window, steps + 1))
+        place = (step - 1) % window
+        if place == 0 or step == last_step + 1:  # a resumed run scores its whole window again
+            steps_ahead = range(step - place, min(step - place + window, steps + 1))
             ahead = [row for n in steps_ahead for row in batch_rows(n, train_rows, batch_size, args.seed)]
             needed = groups(ahead) + other_groups(ahead)
             ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward, args.dtype)

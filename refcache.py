@@ -21,10 +21,10 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -43,7 +43,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 Groups = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]
 Ragged = list[list[torch.Tensor]]  # for each group, for each completion: (len(completion),)
 HEAD_BYTES = 2**27  # of the float32 logits of one chunk: 220 completion tokens at V = 151,936
-HEADS: WeakKeyDictionary = WeakKeyDictionary()  # model -> (factor, softcap) between its output head and its logits
 SHARED = "sdpa_shared_prompt"  # with "sdpa" in its name, transformers rejects it for models without sdpa
 sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
 
@@ -56,198 +55,307 @@ class CannotShare(ValueError):
     """The completions of this model cannot share a prompt: its attention is not plain causal attention over one row."""
 
 
-# ---- Shared prompts: one flat row per forward, without padding -------
+# ---- The frozen reference: a dictionary, or weights to swap in -------
 
-def shared_prompt_attention(module, query, key, value, attention_mask, spans=None, sliding_window=None, **kwargs):
-    """Attention over a flat row: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D).
-    A span is the queries of one completion (a group's first: of prompt + completion). Its keys: [prompt ; own]."""
-    if spans is None:  # an ordinary batch, as in generate()
-        return sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
-    if attention_mask is not None and not sliding_window:
-        raise CannotShare(f"{type(module).__name__} masks more than the future")
-    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
-        raise CannotShare(f"{type(module).__name__} has softcapped scores, attention sinks or a position bias")
-    keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k = spans
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings return float32
-    if keys is not None:
-        key, value = (x.index_select(2, keys) for x in (key, value))  # (1, key heads, T_k, D)
-    if one_kernel_serves(query, value) and not kwargs.get("dropout"):
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        window = (sliding_window - 1 if sliding_window else -1, 0)  # how far a query sees back, and ahead
-        return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max(sizes_q), max(sizes_k), window_size=window,
-                           scale=kwargs.get("scaling"), enable_gqa=True)[None], None
-    outputs = []
-    for q, k, v in zip(query.split(sizes_q, 2), key.split(sizes_k, 2), value.split(sizes_k, 2)):
-        n_q, reach = q.shape[2], sliding_window or k.shape[2]
-        k, v = (x[:, :, 1 - n_q - reach:] for x in (k, v))  # without keys that no query reaches
-        n_before = k.shape[2] - n_q  # keys before the first query
-        mask = None  # plain causal
-        if n_q > 1 and (n_before > 0 or n_q > reach):
-            mask = q.new_ones(1, 1, n_q, n_before + n_q, dtype=torch.bool).tril(n_before).triu(n_before - reach + 1)
-        outputs.append(sdpa(module, q, k, v, mask, **kwargs)[0])
-    return torch.cat(outputs, dim=1), None
+class ReferenceCache(Mapping):
+    """Token log-probs under a frozen reference: cache[prompt_ids, completion_ids] is float32, (len(completion_ids),).
+    `header` holds strings that say what the log-probs belong to, such as reference=checkpoint_digest(folder),
+    dtype="float32". A file with another header is refused; only `name` may differ. 8 bytes per completion token and 4
+    per prompt token."""
 
+    def __init__(self, **header: str):
+        self.header = {"format": "3", **header}
+        self.table: dict[bytes, dict[bytes, bytes]] = {}  # prompt -> completion -> log-probs: uint32, uint32, float32
 
-def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
-    """transformers' mask. The ones of lay_out_shared (stride 0) are not searched for zeros, which would wait for the
-    GPU, and windows make no (T, T) mask."""
-    ones = attention_mask is not None and attention_mask.stride(-1) == 0
-    if ones and local_size:
-        return attention_mask[:, None, None]  # (1, 1, 1, T): a layer that is not told its window is refused
-    return sdpa_mask(*args, attention_mask=None if ones else attention_mask, local_size=local_size, **kwargs)
+    def __len__(self):
+        return sum(map(len, self.table.values()))
 
+    def __iter__(self):
+        for prompt, scored in self.table.items():
+            for completion in scored:
+                yield tuple(array("I", prompt)), tuple(array("I", completion))
 
-def one_kernel_serves(query, value) -> bool:
-    """Whether one varlen_attn call can serve all spans. On CUDA a loop over spans is bound by kernel launches."""
-    size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-    return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
-            and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
+    def __getitem__(self, key):
+        prompt, completion = key
+        logprobs = self.table[bytes_of(prompt)][bytes_of(completion)]  # KeyError: not scored, call fill first
+        return np.frombuffer(logprobs, np.float32)
 
-
-AttentionInterface.register(SHARED, shared_prompt_attention)
-AttentionMaskInterface.register(SHARED, shared_prompt_mask)
-
-
-def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
-    """Copies a CPU tensor, to a GPU without waiting for its kernels."""
-    on_gpu = torch.device(device).type == "cuda"
-    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
-
-
-def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """Groups -> the inputs of one flat row, and per completion token (N,) the place in the row that predicts it, and
-    its id. `blind` leaves the spans out, so attention treats the row as one sequence. Only the probe uses it."""
-    ids, positions = [], []
-    sources, targets = [], []
-    keys = []
-    query_ends, key_ends = [0], [0]
-    for prompt, completions in groups:
-        before = range(len(ids), len(ids) + len(prompt))
-        ids += prompt
-        positions += range(len(prompt))
-        for y in completions:
-            own = range(len(ids), len(ids) + len(y))
-            ids += y
-            positions += range(len(prompt), len(prompt) + len(y))
-            sources += [before[-1], *own[:-1]]  # the shift by one: the token before predicts it
-            targets += y
-            keys += [*before, *own]
-            query_ends.append(len(ids))  # the first completion simply continues its prompt
-            key_ends.append(len(keys))
-    sizes_q, sizes_k = np.diff(query_ends).tolist(), np.diff(key_ends).tolist()  # on the CPU: no GPU sync
-    cu_seq_q, cu_seq_k = to_device(torch.tensor([query_ends, key_ends], dtype=torch.int32), device)  # (spans + 1,)
-    keys = to_device(torch.tensor(keys), device) if len(keys) > len(ids) else None  # (T_k,); None: the keys are the row
-    ids, positions = to_device(torch.tensor([ids, positions]), device)  # (T,)
-    sources, targets = to_device(torch.tensor([sources, targets]), device)  # (N,)
-    # without an all-ones mask, transformers treats restarting positions as packed sequences and masks the prompts
-    ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(ids))
-    spans = None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)
-    return dict(input_ids=ids[None], position_ids=positions[None], attention_mask=ones, spans=spans), sources, targets
-
-
-def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """The same as an ordinary right-padded batch, a row per completion: exact for every causal model."""
-    rows = [torch.tensor(prompt + y) for prompt, completions in groups for y in completions]
-    ids = to_device(pad_sequence(rows, batch_first=True, padding_value=-1), device)
-    sources, targets = [], []
-    row_start = 0
-    for prompt, completions in groups:
-        for y in completions:
-            first = row_start + len(prompt) - 1  # the shift by one: the token before predicts it
-            sources += range(first, first + len(y))
-            targets += y
-            row_start += ids.shape[1]
-    sources, targets = to_device(torch.tensor([sources, targets]), device)
-    return dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long()), sources, targets
-
-
-# ---- What a model can do: found out once, when it is loaded ----------
-
-def share_prompts(model, dtype: str = "float32") -> bool:
-    """Switches this model's attention so that completions share their prompt, if that is exact. Prints the result.
-    Called once per model, by completion_logprobs if not by you. `dtype`: of later forwards. Raises BadInput for a model
-    whose log-probs cannot be computed here."""
-    core = base_model(model)
-    before = attention_without_sharing(core)
-    core.set_attn_implementation(before)
-    dtypes = {dtype} if isinstance(core, FSDPModule) else {"float32", dtype}  # the CUDA kernel serves 16 bits only
-    head = None
-    reason = ""
-    with torch.no_grad(), eval_mode(core):
+    def fill(self, load_model: Callable, groups: Groups, tokens_per_forward=16384, dtype="float32", path=None) -> int:
+        """Scores what is neither in this cache nor in the file at `path`, and saves it there. Returns the number of
+        completions scored. `load_model()` is called only if something is missing, and must keep no reference to its
+        model: the model is freed before this method returns."""
+        if path and Path(path).exists():
+            self.load(path)
+        missing = self.missing(groups, tokens_per_forward)
+        digest = hash(tuple((prompt, *completions) for prompt, completions in missing))  # equal in all processes
+        if len(set(all_gather(digest))) > 1:
+            raise BadInput(f"the processes have different caches: do all of them read the same {path}?")
+        if not missing:
+            return 0
+        if path:
+            try:
+                with lock_of(path):  # an error comes now, not after the forwards
+                    pass
+            except OSError as error:
+                raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
+        model = load_model()
         try:
-            head = find_head(core, "float32" if "float32" in dtypes else dtype)
-            switch_to_sharing(core, head, dtypes)
-        except (TypeError, ValueError, RuntimeError) as error:  # no such keyword, no sdpa, another mask
-            if isinstance(core, FSDPModule):
-                core.reset_iter_state()  # the error interrupted a forward
-            core.set_attn_implementation(before)
-            if out_of_memory(error):
-                raise
-            reason = one_line(error)
-            if head is None:
-                raise BadInput(f"{type(core).__name__} is not supported: {reason}") from error
-    HEADS[core] = head
-    name = type(core).__name__.removeprefix("FSDP")
-    print(f"{name}: " + (f"padded rows: {reason}" if reason else "completions share their prompt"))
-    return not reason
+            self.score(model, groups, tokens_per_forward, dtype, path=path)
+        finally:
+            del model
+            gc.collect()
+            torch.cuda.empty_cache()
+        return sum(len(completions) for _, completions in missing)
+
+    @torch.no_grad()
+    def score(self, model, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0, path=None):
+        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an
+        exception."""
+        if not hasattr(base_model(model), "is_probed"):
+            share_prompts(model, dtype)  # before the groups are packed
+        todo = self.missing(groups, tokens_per_forward if is_sharing(model) else 0)  # 0: one row per completion
+        batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
+        tokens = [len(prompt) + sum(map(len, completions)) for prompt, completions in todo]
+        total = sum(tokens[i] for batch, _ in batches for i in batch)
+        new = []
+        save_at = time.monotonic() + 60
+        try:
+            with eval_mode(model), progress_bar(desc="reference", total=total, unit="tok", unit_scale=True) as progress:
+                for batch, _ in batches:  # longest first: out of memory comes early
+                    micro = [todo[i] for i in batch]
+                    logprobs = completion_logprobs(model, micro, tokens_per_forward, dtype, temperature)
+                    scored = entries_of(micro, logprobs)
+                    new += scored
+                    self.add(scored)
+                    progress.update(sum(tokens[i] for i in batch))
+                    if path and time.monotonic() > save_at:
+                        began = time.monotonic()
+                        self.save(path)
+                        save_at = time.monotonic() + max(60, 20 * (time.monotonic() - began))
+        except BaseException:
+            if path:
+                self.save(path)
+            raise
+        for theirs in all_gather(new):
+            self.add(theirs)
+        if path and processes()[0] == 0:
+            self.save(path)
+
+    def missing(self, groups: Groups, tokens_per_forward: int) -> Groups:
+        """What is not scored yet: the completions of a prompt together, in parts of at most tokens_per_forward tokens.
+        The parts do not depend on what is cached, so a killed pass resumes with the remaining forwards."""
+        merged: dict[tuple, dict] = {}  # prompt -> its completions, each once: a dict keeps their order
+        for prompt, completions in groups:
+            merged.setdefault(prompt, {}).update(dict.fromkeys(completions))
+        parts = []
+        for prompt, completions in merged.items():
+            completions = list(completions)
+            lengths = [len(completion) for completion in completions]
+            for part in pack(lengths, tokens_per_forward - len(prompt)):
+                unknown = [completions[i] for i in part if (prompt, completions[i]) not in self]
+                if unknown:
+                    parts.append((prompt, unknown))
+        return parts
+
+    def add(self, entries):
+        for prompt, scored in entries:
+            self.table.setdefault(prompt, {}).update(scored)
+
+    def save(self, path):
+        """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
+        with lock_of(path):
+            if Path(path).exists():
+                self.load(path)
+            table = pickle.dumps(self.table, protocol=4)
+            header = json.dumps(self.header | {"sha256": hashlib.sha256(table).hexdigest()}) + "\n"
+            write_whole(path, [header.encode(), table])
+
+    def load(self, path):
+        """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged, or has another header."""
+        try:
+            first_line, _, pickled = Path(path).read_bytes().partition(b"\n")
+            header = json.loads(first_line)
+            for name, mine in self.header.items():
+                theirs = header.get(name)
+                if theirs != mine and name != "name":
+                    raise BadInput(f"it was made with {name} {theirs!r} ({header.get('name')}), "
+                                   f"but this run has {name} {mine!r} ({self.header.get('name')})")
+            if hashlib.sha256(pickled).hexdigest() != header["sha256"]:
+                raise BadInput("its checksum does not match")
+            table = load_builtins(pickled)
+            for prompt, scored in table.items():
+                if len(prompt) % 4 or any(len(y) % 4 or len(y) != len(z) for y, z in scored.items()):
+                    raise BadInput("its lengths do not match")
+                if not all(np.isfinite(np.frombuffer(z, np.float32)).all() for z in scored.values()):
+                    raise BadInput("it holds a log-prob that is not finite")
+        except Exception as error:  # any error of a damaged or hostile file
+            advice = "name another, or delete it if it is an old cache"
+            raise BadInput(f"{path} cannot be used, {one_line(error)}: {advice}") from None
+        self.add(table.items())  # the job that saved first decides, so a resume finds the same numbers
 
 
-def attention_without_sharing(core) -> str:
-    """The name of the model's own attention."""
-    name = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
-    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
-        name = name.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
-    return name
+def lock_of(path) -> FileLock:
+    return FileLock(f"{os.path.realpath(path)}.lock")
 
 
-def switch_to_sharing(core, head: tuple, dtypes: set[str]):
-    """Switches the attention. Raises CannotShare unless it is exact: a flat row must give the log-probs of one forward
-    per sequence, and a row without spans must clearly differ."""
-    layers = set(getattr(core.config.get_text_config(), "layer_types", None) or ())
-    if core._is_stateful or not layers <= {"full_attention", "sliding_attention"}:
-        raise CannotShare("recurrent, convolutional or chunked layers would mix completions")
-    core.set_attn_implementation(SHARED)  # stays on: gradient checkpointing reruns it in the backward pass
-    for dtype in dtypes:
-        shared = probe(core, lay_out_shared, head, dtype)
-        blind = probe(core, partial(lay_out_shared, blind=True), head, dtype)
-        limit, ratio = (1e-4, 20) if core.dtype == torch.float32 and dtype == "float32" else (0.25, 3)
-        if not (shared < limit and shared < blind / ratio):  # `not` also catches NaN
-            raise CannotShare(f"a shared prompt changes log-probs by {shared:.2g} nats (blind: {blind:.2g})")
+def load_builtins(data: bytes) -> dict:
+    """A pickle of dicts and bytes. All else is refused before unpickling."""
+    allowed = "PROTO FRAME MARK MEMOIZE STOP EMPTY_DICT SETITEM SETITEMS SHORT_BINBYTES BINBYTES".split()
+    others = {opcode.name for opcode, _, _ in pickletools.genops(data)} - set(allowed)  # genops also checks sizes
+    if others:
+        raise BadInput(f"pickle opcode {min(others)}")
+    return pickle.loads(data)
 
 
-def shares_prompts(model) -> bool:
-    return base_model(model).config._attn_implementation == SHARED
+def write_whole(path, parts: list[bytes]):
+    """Writes a file atomically, even across a power cut."""
+    path = Path(os.path.realpath(path))  # a symlink stays, its target is replaced
+    partial_file = path.with_name(f".{path.name}.partial")
+    with open(partial_file, "wb") as file:
+        file.writelines(parts)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial_file, path)
 
 
-def find_head(core, dtype: str) -> tuple[float, float | None]:
-    """Factor and softcap between head and logits. Raises BadInput if no factor reproduces the model's logits."""
-    config = core.config.get_text_config()
-    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
-    factors = {getattr(config, name, None) or 1.0 for name in ("logit_scale", "logits_scaling", "lm_head_multiplier")}
-    factors |= {1 / factor for factor in factors}  # Granite's divides
-    limit = 1e-3 if core.dtype == torch.float32 and dtype == "float32" else 0.25
-    error, factor = min((probe(core, lay_out_padded, (factor, cap), dtype), factor) for factor in factors)
-    if not error < limit:  # `not <` also catches NaN
-        raise BadInput(f"decoder + head differ from its logits by {error:.2g} nats, or its weights hold NaN")
-    if not probe(core, lay_out_padded, (factor, cap), dtype, cut=True) < limit:
-        raise BadInput("the log-prob of a token depends on later tokens: this is no causal language model")
-    return factor, cap
+def bytes_of(ids: tuple[int, ...]) -> bytes:
+    return array("I", ids).tobytes()  # 4 bytes per token, where a tuple of ints takes 36
 
 
-def probe(core, lay_out: Callable, head: tuple, dtype: str, cut=False) -> float:
-    """Largest difference, in nats, between log-probs in this layout and those of one forward per sequence. With `cut`
-    that forward ends earlier, which must change nothing."""
-    ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 96).long().tolist()
-    prompt, first, second = tuple(ids[::3]), tuple(ids[1::3]), tuple(ids[2::3][:5])  # 32, 32 and 5 tokens
-    errors = []
-    with autocast(core, dtype):
-        (logprobs,) = forward(core, [(prompt, [first, second])], lay_out, head)
-        for y, y_logprobs in zip((first, second), logprobs):
-            y = y[:len(y) // 2] if cut else y
-            logits = core(input_ids=torch.tensor([prompt + y], device=core.device), use_cache=False).logits.float()
-            all_logprobs = logits[0, len(prompt) - 1:-1].log_softmax(-1)  # (|y|, V)
-            errors.append((y_logprobs[:len(y)] - all_logprobs[range(len(y)), y]).abs().max())
-    return torch.stack(errors).max().item()
+def entries_of(groups: Groups, logprobs: Ragged) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Entries of ReferenceCache.table."""
+    flat = torch.cat([values for group in logprobs for values in group]).cpu()  # one transfer from the GPU
+    if not flat.isfinite().all():
+        raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
+    entries = []
+    for (prompt, completions), group in zip(groups, ragged(flat, groups)):
+        scored = {bytes_of(completion): values.numpy().tobytes() for completion, values in zip(completions, group)}
+        entries.append((bytes_of(prompt), scored))
+    return entries
+
+
+class Swap:
+    """The reference's weights in CPU memory. `with swap as model:` exchanges them with the policy's, in place, until
+    its end. Optimizer state and tied weights are unaffected. Without `reference` it is the policy as it is now. Only
+    weights that can differ are held: of a LoRA run the adapter, whose initial state (no adapter, or the SFT adapter) is
+    the reference. Raises BadInput if the models have different structures."""
+
+    def __init__(self, policy, reference=None):
+        reference = reference or policy
+        mine, theirs = structure(policy), structure(reference)
+        differing = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
+        if differing:
+            raise BadInput(f"the reference cannot be swapped in, unlike the policy in {differing[0]}: choose live, or "
+                           "merge an adapter")
+        self.policy = policy
+        self.ours = {}  # name -> the policy's tensor, on its device
+        self.theirs = {}  # name -> the reference's values, on the CPU
+        reference_weights = reference.state_dict()
+        weights = policy.state_dict(keep_vars=True)
+        unique = {id(tensor): name for name, tensor in weights.items()}  # tied weights once
+        for name in unique.values():
+            tensor = weights[name]
+            if any(all_gather(can_differ(tensor, reference_weights[name]))):
+                self.ours[name] = tensor.detach()
+                self.theirs[name] = torch.empty_like(local(tensor), device="cpu", pin_memory=tensor.is_cuda)
+        copy(reference_weights, self.theirs)
+
+    def __enter__(self):
+        self.exchange()
+        return self.policy
+
+    def __exit__(self, *_):
+        self.exchange()
+
+    @torch.no_grad()
+    def exchange(self):
+        """Weight by weight: no third copy of the model is needed."""
+        for name, theirs in self.theirs.items():
+            mine = local(self.ours[name])
+            before = mine.clone()
+            mine.copy_(theirs, non_blocking=True)
+            theirs.copy_(before)  # waits for the GPU
+
+    def sync(self, mix: float = 1.0):
+        """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
+        for name, tensor in self.theirs.items():
+            new = local(self.ours[name]).to(tensor.device)
+            tensor.copy_(tensor.lerp(new, mix) if tensor.is_floating_point() else new)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The reference's weights for a checkpoint, split as the policy's are."""
+        state = {}
+        for name, tensor in self.theirs.items():
+            mine = self.ours[name]
+            if isinstance(mine, DTensor):
+                tensor = DTensor.from_local(tensor.to(mine.device), mine.device_mesh, mine.placements, run_check=False,
+                                            shape=mine.shape, stride=mine.stride())
+            state[name] = tensor
+        return state
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]):
+        copy(state, self.theirs)
+
+
+def can_differ(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Whether a swap must copy this weight: it trains, is a buffer, or differs although it does not train."""
+    frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+    return not frozen or not torch.equal(local(tensor), local(reference).to(local(tensor)))
+
+
+@torch.no_grad()
+def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
+    """Copies the values of `source` into the tensors of `target`, which names a subset of them."""
+    for name, tensor in target.items():
+        tensor = local(tensor)
+        values = local(source[name]).view_as(tensor)  # copy_ alone would broadcast
+        tensor.copy_(values, non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def structure(model) -> dict:
+    """What two models must have in common to swap weights: shapes, and config fields that change log-probs."""
+    cosmetic = {"_name_or_path", "architectures", "dtype", "initializer_range", "transformers_version", "use_cache"}
+    found = {}
+    for name, value in base_model(model).config.to_dict().items():
+        if name not in cosmetic and "dropout" not in name and not name.endswith("token_id"):
+            found[name] = value
+    for name, module in model.named_modules():
+        if hasattr(module, "scaling"):  # of LoRA, and of attention
+            found[f"{name}.scaling"] = str(module.scaling)
+    for name, tensor in model.state_dict().items():
+        found[name] = tensor.shape
+    return found
+
+
+def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0):
+    """log π_ref of these completions, as a mapping. `reference` is a ReferenceCache, which is returned as it is, None,
+    or a context manager that yields a model: a Swap, or nullcontext(model)."""
+    if reference is None or isinstance(reference, ReferenceCache):
+        return reference
+    scored = ReferenceCache()
+    with reference as model:
+        scored.score(model, groups, tokens_per_forward, dtype, temperature)
+    return scored
+
+
+def checkpoint_digest(name: str) -> str:
+    """Identifies the weights of a folder or hub name: SHA-256 of config and safetensors, and of an adapter's base."""
+    patterns = ["*.json", "*model*.safetensors"]
+    folder = Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=patterns))
+    kind = "adapter_" if (folder / "adapter_config.json").exists() else ""
+    config = json.loads((folder / f"{kind}config.json").read_text())
+    config |= {"transformers_version": None, "_name_or_path": None}  # no effect on log-probs
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    files = sorted(folder.glob(f"{kind}model*.safetensors"))
+    if not files:
+        raise BadInput(f"{folder} holds no {kind}model*.safetensors")
+    for file in files:
+        digest.update(np.memmap(file, np.uint8, "r"))
+    if kind:
+        digest.update(checkpoint_digest(config["base_model_name_or_path"]).encode())
+    return digest.hexdigest()[:32]
 
 
 # ---- Log-probs -------------------------------------------------------
@@ -260,13 +368,14 @@ def completion_logprobs(model, groups: Groups, tokens_per_forward=16384, dtype="
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
     core = base_model(model)
     check_groups(core, groups)
-    if core not in HEADS:
+    if not hasattr(core, "is_probed"):
         share_prompts(model, dtype)
     results = {}
     try:
-        for batch in micro_batches(model, groups, tokens_per_forward):
+        for batch, _ in micro_batches(model, groups, tokens_per_forward):
             with autocast(model, dtype):
-                logprobs = forward(core, [groups[i] for i in batch], temperature=temperature)
+                lay_out = lay_out_shared if is_sharing(core) else lay_out_padded
+                logprobs = forward(core, [groups[i] for i in batch], lay_out, temperature)
             results.update(zip(batch, logprobs))
     except CannotShare as error:  # seen only in rows longer than the probe's
         if isinstance(core, FSDPModule):  # the other processes would wait for the forward that failed here
@@ -291,29 +400,29 @@ def check_groups(core, groups: Groups):
                            f"positions and {vocabulary} embeddings")
 
 
-def forward(core, groups: Groups, lay_out=None, head=None, temperature=1.0) -> Ragged:
-    """One forward of these groups. lay_out and head are given only while the model is probed."""
-    lay_out = lay_out or (lay_out_shared if shares_prompts(core) else lay_out_padded)
+def forward(core, groups: Groups, lay_out: Callable, temperature=1.0) -> Ragged:
+    """One forward of these groups, as lay_out_shared or lay_out_padded arranges them."""
     inputs, sources, targets = lay_out(groups, core.get_input_embeddings().weight.device)
     flat_logprobs = core.flat_logprobs if isinstance(core, FSDPModule) else partial(_flat_logprobs, core)
-    return ragged(flat_logprobs(inputs, sources, targets, head or HEADS[core], temperature), groups)
+    return ragged(flat_logprobs(inputs, sources, targets, temperature), groups)
 
 
-def _flat_logprobs(core, inputs: dict, sources, targets, head: tuple, temperature: float) -> torch.Tensor:
+def _flat_logprobs(core, inputs: dict, sources, targets, temperature: float) -> torch.Tensor:
     """sources, targets (N,): where each completion token is predicted, and its id -> its log-prob, (N,)."""
-    factor, cap = head
+    decoder = core.get_decoder()
+    outputs = decoder(**inputs, use_cache=False)
 
     def token_logprobs(hidden, targets):
-        """(n, H), (n,) -> (n,)"""
-        # the head is called as a module: `head.weight` would miss a LoRA adapter and a bias
-        logits = core.get_output_embeddings()(hidden).float()  # (n, V): most of the memory, so n is bounded below
-        logits = logits * factor if factor != 1 else logits  # each pass over (n, V) counts
-        logits = cap * torch.tanh(logits / cap) if cap else logits
-        logits = logits / temperature if temperature != 1 else logits
+        """(n, H), (n,) -> (n,). What the model does after its decoder (head, scale, softcap) is its own forward."""
+        decoder.forward = lambda *_, **__: replace(outputs, last_hidden_state=hidden[None])
+        try:
+            logits = core.forward(inputs["input_ids"], use_cache=False).logits.flatten(0, 1).float()
+        finally:
+            del decoder.forward
+        logits = logits / temperature if temperature != 1 else logits  # each pass over (n, V) counts
         return -F.cross_entropy(logits, targets, reduction="none")
 
-    hidden = core.get_decoder()(**inputs, use_cache=False)[0].flatten(0, 1)  # (T, H)
-    hidden = hidden.index_select(0, sources)  # (N, H): only positions that predict a completion token
+    hidden = outputs[0].flatten(0, 1).index_select(0, sources)  # (N, H): positions that predict a completion token
     bytes_per_token = 4 * len(core.get_input_embeddings().weight)
     budget = HEAD_BYTES if hidden.is_cuda else HEAD_BYTES // 2  # 64 MiB is best on a CPU
     chunk_size = max(1, budget // bytes_per_token)
@@ -358,17 +467,18 @@ def check_agreement(difference: float, dtype: str):
                        "the cache is another model's (delete it), or forwards are inexact (try --dtype float32)")
 
 
-def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=1) -> list[list[int]]:
-    """Indices of groups in forwards of at most tokens_per_forward tokens, longest first. A longer group goes alone.
-    Returns this process's share. FSDP needs equally many forwards in all processes, so a process without work gets an
-    empty list: it then runs a forward of any group, and counts it 0 times."""
-    if shares_prompts(model):
+def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=1) -> list[tuple[list[int], int]]:
+    """This process's forwards of at most tokens_per_forward tokens, longest first (a longer group goes alone): indices
+    of groups, and 1. FSDP needs equally many forwards in all processes: one without work runs group 0, counted 0 times.
+    """
+    if is_sharing(model):
         rows = None
         lengths = [len(prompt) + sum(map(len, completions)) for prompt, completions in groups]
     else:
         rows = [len(completions) for _, completions in groups]
         lengths = [len(prompt) + max(map(len, completions)) for prompt, completions in groups]
-    return share_out(partial(pack, lengths, rows=rows), tokens_per_forward, rank, ranks)
+    batches = share_out(partial(pack, lengths, rows=rows), tokens_per_forward, rank, ranks)
+    return [(batch, 1) if batch else ([0], 0) for batch in batches]
 
 
 def share_out(pack_into: Callable, budget: int, rank: int, ranks: int) -> list[list[int]]:
@@ -510,296 +620,195 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-# ---- The frozen reference: a dictionary, or weights to swap in -------
+# ---- What a model can do: found out once, when it is loaded ----------
 
-class ReferenceCache(Mapping):
-    """Token log-probs under a frozen reference: cache[prompt_ids, completion_ids] is float32, (len(completion_ids),).
-    `header` holds strings that say what the log-probs belong to, such as reference=checkpoint_digest(folder),
-    dtype="float32". A file with another header is refused; only `name` may differ. 8 bytes per completion token and 4
-    per prompt token."""
+def share_prompts(model, dtype: str = "float32") -> bool:
+    """Switches this model's attention so that completions share their prompt, if that is exact. Prints the result.
+    Called once per model, by completion_logprobs if not by you. `dtype`: of later forwards. Raises BadInput for a model
+    whose log-probs cannot be computed here."""
+    core = base_model(model)
+    name = type(core).__name__.removeprefix("FSDP")
+    dtypes = {dtype} if isinstance(core, FSDPModule) else {"float32", dtype}  # the CUDA kernel serves 16 bits only
+    own_attention = attention_without_sharing(core)
+    core.set_attn_implementation(own_attention)
+    problem = problem_of(check_padded, core, dtypes)
+    if problem:
+        raise BadInput(f"{name} is not supported: {problem}")
+    problem = problem_of(share, core, dtypes)
+    if problem:
+        core.set_attn_implementation(own_attention)
+    print(f"{name}: " + (f"padded rows: {problem}" if problem else "completions share their prompt"))
+    core.is_probed = True
+    return not problem
 
-    def __init__(self, **header: str):
-        self.header = {"format": "3", **header}
-        self.table: dict[bytes, dict[bytes, bytes]] = {}  # prompt -> completion -> log-probs: uint32, uint32, float32
 
-    def __len__(self):
-        return sum(map(len, self.table.values()))
-
-    def __iter__(self):
-        for prompt, scored in self.table.items():
-            for completion in scored:
-                yield tuple(array("I", prompt)), tuple(array("I", completion))
-
-    def __getitem__(self, key):
-        prompt, completion = key
-        logprobs = self.table[bytes_of(prompt)][bytes_of(completion)]  # KeyError: not scored, call fill first
-        return np.frombuffer(logprobs, np.float32)
-
-    def fill(self, load_model: Callable, groups: Groups, tokens_per_forward=16384, dtype="float32", path=None) -> int:
-        """Scores what is neither in this cache nor in the file at `path`, and saves it there. Returns the number of
-        completions scored. `load_model()` is called only if something is missing, and must keep no reference to its
-        model: the model is freed before this method returns."""
-        if path and Path(path).exists():
-            self.load(path)
-        if path and self.missing(groups, tokens_per_forward):
-            try:
-                self.save(path)  # adds what another job has saved
-            except OSError as error:  # now, not after the forwards
-                raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
-        missing = self.missing(groups, tokens_per_forward)
-        digest = hash(tuple((prompt, *completions) for prompt, completions in missing))  # equal in all processes
-        if len(set(all_gather(digest))) > 1:
-            raise BadInput(f"the processes have different caches: do all of them read the same {path}?")
-        if missing:
-            model = load_model()
-            try:
-                self.score(model, groups, tokens_per_forward, dtype, path=path)
-            finally:
-                del model
-                gc.collect()
-                torch.cuda.empty_cache()
-        return sum(len(completions) for _, completions in missing)
-
-    @torch.no_grad()
-    def score(self, model, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0, path=None):
-        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an
-        exception."""
-        if base_model(model) not in HEADS:
-            share_prompts(model, dtype)  # before the groups are packed
-        todo = self.missing(groups, tokens_per_forward if shares_prompts(model) else 0)  # 0: one row per completion
-        batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
-        tokens = [len(prompt) + sum(map(len, completions)) for prompt, completions in todo]
-        total = sum(tokens[i] for batch in batches for i in batch)
-        new = []
-        save_at = time.monotonic() + 60
-        try:
-            with eval_mode(model), progress_bar(desc="reference", total=total, unit="tok", unit_scale=True) as progress:
-                for batch in batches:  # longest first: out of memory comes early
-                    micro = [todo[i] for i in batch or [0]]  # an empty batch is a forward of group 0: see micro_batches
-                    logprobs = completion_logprobs(model, micro, tokens_per_forward, dtype, temperature)
-                    scored = entries_of(micro, logprobs)
-                    new += scored
-                    self.add(scored)
-                    progress.update(sum(tokens[i] for i in batch))
-                    if path and time.monotonic() > save_at:
-                        began = time.monotonic()
-                        self.save(path)
-                        save_at = time.monotonic() + max(60, 20 * (time.monotonic() - began))
-        except BaseException:
-            if path:
-                self.save(path)
+def problem_of(check: Callable, core, dtypes: set[str]) -> str:
+    """What this check, or the model in it, raises: no such keyword, no sdpa, another mask, .."""
+    try:
+        with torch.no_grad(), eval_mode(core):
+            check(core, dtypes)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(core, FSDPModule):
+            core.reset_iter_state()  # the error interrupted a forward
+        if out_of_memory(error):
+            core.set_attn_implementation(attention_without_sharing(core))
             raise
-        for theirs in all_gather(new):
-            self.add(theirs)
-        if path and processes()[0] == 0:
-            self.save(path)
-
-    def missing(self, groups: Groups, tokens_per_forward: int) -> Groups:
-        """What is not scored yet: the completions of a prompt together, in parts of at most tokens_per_forward tokens.
-        The parts do not depend on what is cached, so a killed pass resumes with the remaining forwards."""
-        merged: dict[tuple, dict] = {}  # prompt -> its completions, each once: a dict keeps their order
-        for prompt, completions in groups:
-            merged.setdefault(prompt, {}).update(dict.fromkeys(completions))
-        parts = []
-        for prompt, completions in merged.items():
-            completions = list(completions)
-            lengths = [len(completion) for completion in completions]
-            for part in pack(lengths, tokens_per_forward - len(prompt)):
-                unknown = [completions[i] for i in part if (prompt, completions[i]) not in self]
-                if unknown:
-                    parts.append((prompt, unknown))
-        return parts
-
-    def add(self, entries):
-        for prompt, scored in entries:
-            self.table.setdefault(prompt, {}).update(scored)
-
-    def save(self, path):
-        """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
-        with FileLock(f"{os.path.realpath(path)}.lock"):
-            if Path(path).exists():
-                self.load(path)
-            table = pickle.dumps(self.table, protocol=4)
-            header = json.dumps(self.header | {"sha256": hashlib.sha256(table).hexdigest()}) + "\n"
-            write_whole(path, [header.encode(), table])
-
-    def load(self, path):
-        """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged, or has another header."""
-        try:
-            first_line, _, pickled = Path(path).read_bytes().partition(b"\n")
-            header = json.loads(first_line)
-            for name, mine in self.header.items():
-                theirs = header.get(name)
-                if theirs != mine and name != "name":
-                    raise BadInput(f"it was made with {name} {theirs!r} ({header.get('name')}), "
-                                   f"but this run has {name} {mine!r} ({self.header.get('name')})")
-            if hashlib.sha256(pickled).hexdigest() != header["sha256"]:
-                raise BadInput("its checksum does not match")
-            table = load_builtins(pickled)
-            for prompt, scored in table.items():
-                if len(prompt) % 4 or any(len(y) % 4 or len(y) != len(z) for y, z in scored.items()):
-                    raise BadInput("its lengths do not match")
-                if not all(np.isfinite(np.frombuffer(z, np.float32)).all() for z in scored.values()):
-                    raise BadInput("it holds a log-prob that is not finite")
-        except Exception as error:  # any error of a damaged or hostile file
-            advice = "name another, or delete it if it is an old cache"
-            raise BadInput(f"{path} cannot be used, {one_line(error)}: {advice}") from None
-        self.add(table.items())  # the job that saved first decides, so a resume finds the same numbers
+        return one_line(error)
+    return ""
 
 
-def load_builtins(data: bytes) -> dict:
-    """A pickle of dicts and bytes. All else is refused before unpickling."""
-    allowed = "PROTO FRAME MARK MEMOIZE STOP EMPTY_DICT SETITEM SETITEMS SHORT_BINBYTES BINBYTES".split()
-    others = {opcode.name for opcode, _, _ in pickletools.genops(data)} - set(allowed)  # genops also checks sizes
-    if others:
-        raise BadInput(f"pickle opcode {min(others)}")
-    return pickle.loads(data)
+def attention_without_sharing(core) -> str:
+    """The name of the model's own attention."""
+    name = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
+    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
+        name = name.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
+    return name
 
 
-def write_whole(path, parts: list[bytes]):
-    """Writes a file atomically, even across a power cut."""
-    path = Path(os.path.realpath(path))  # a symlink stays, its target is replaced
-    partial_file = path.with_name(f".{path.name}.partial")
-    with open(partial_file, "wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial_file, path)
+def check_padded(core, dtypes: set[str]):
+    """Padded rows must give the log-probs of one forward per sequence, also if that ends earlier."""
+    dtype = "float32" if "float32" in dtypes else "bfloat16"
+    limit = 1e-3 if core.dtype == torch.float32 and dtype == "float32" else 0.25
+    error = probe(core, lay_out_padded, dtype, cut=True)
+    if not error < limit:  # `not <` also catches NaN
+        raise BadInput(f"later tokens change log-probs by {error:.2g} nats: no causal language model, or NaN weights")
 
 
-def bytes_of(ids: tuple[int, ...]) -> bytes:
-    return array("I", ids).tobytes()  # 4 bytes per token, where a tuple of ints takes 36
+def share(core, dtypes: set[str]):
+    """Switches the attention. A flat row must give the log-probs of one forward per sequence, and a row without spans
+    must clearly differ."""
+    layers = set(getattr(core.config.get_text_config(), "layer_types", None) or ())
+    if core._is_stateful or not layers <= {"full_attention", "sliding_attention"}:
+        raise CannotShare("recurrent, convolutional or chunked layers would mix completions")
+    core.set_attn_implementation(SHARED)  # stays on: gradient checkpointing reruns it in the backward pass
+    for dtype in dtypes:
+        shared = probe(core, lay_out_shared, dtype)
+        blind = probe(core, partial(lay_out_shared, blind=True), dtype)
+        limit, ratio = (1e-4, 20) if core.dtype == torch.float32 and dtype == "float32" else (0.25, 3)
+        if not (shared < limit and shared < blind / ratio):  # `not` also catches NaN
+            raise CannotShare(f"a shared prompt changes log-probs by {shared:.2g} nats (blind: {blind:.2g})")
 
 
-def entries_of(groups: Groups, logprobs: Ragged) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of ReferenceCache.table."""
-    flat = torch.cat([values for group in logprobs for values in group]).cpu()  # one transfer from the GPU
-    if not flat.isfinite().all():
-        raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
-    entries = []
-    for (prompt, completions), group in zip(groups, ragged(flat, groups)):
-        scored = {bytes_of(completion): values.numpy().tobytes() for completion, values in zip(completions, group)}
-        entries.append((bytes_of(prompt), scored))
-    return entries
+def is_sharing(model) -> bool:
+    return base_model(model).config._attn_implementation == SHARED
 
 
-class Swap:
-    """The reference's weights in CPU memory. `with swap as model:` copies them into the policy, in place, and copies
-    the policy's own weights back at the end. Optimizer state and tied weights are unaffected. Without `reference` it is
-    the policy as it is now. Only weights that can differ are copied: of a LoRA run the adapter, whose initial state
-    (no adapter, or the SFT adapter) is the reference. Raises BadInput if the models have different structures."""
-
-    def __init__(self, policy, reference=None):
-        reference = reference or policy
-        mine, theirs = structure(policy), structure(reference)
-        differing = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
-        if differing:
-            raise BadInput(f"the reference cannot be swapped in, unlike the policy in {differing[0]}: choose live, or "
-                           "merge an adapter")
-        self.policy = policy
-        self.ours = {}  # name -> the policy's tensor, on its device
-        self.theirs = {}  # name -> the reference's values, on the CPU
-        self.saved = {}  # name -> the policy's values while the reference is in, on the CPU
-        reference_weights = reference.state_dict()
-        weights = policy.state_dict(keep_vars=True)
-        unique = {id(tensor): name for name, tensor in weights.items()}  # tied weights once
-        for name in unique.values():
-            tensor = weights[name]
-            if any(all_gather(can_differ(tensor, reference_weights[name]))):
-                self.ours[name] = tensor.detach()
-                self.theirs[name] = torch.empty_like(local(tensor), device="cpu", pin_memory=tensor.is_cuda)
-                self.saved[name] = torch.empty_like(self.theirs[name], pin_memory=tensor.is_cuda)
-        copy(reference_weights, self.theirs)
-
-    def __enter__(self):
-        copy(self.ours, self.saved)
-        try:
-            copy(self.theirs, self.ours)
-        except BaseException:  # __exit__ will not be called
-            copy(self.saved, self.ours)
-            raise
-        return self.policy
-
-    def __exit__(self, *_):
-        copy(self.saved, self.ours)
-
-    def sync(self, mix: float = 1.0):
-        """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
-        for name, tensor in self.theirs.items():
-            new = local(self.ours[name]).to(tensor.device)
-            tensor.copy_(tensor.lerp(new, mix) if tensor.is_floating_point() else new)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """The reference's weights for a checkpoint, split as the policy's are."""
-        state = {}
-        for name, tensor in self.theirs.items():
-            mine = self.ours[name]
-            if isinstance(mine, DTensor):
-                tensor = DTensor.from_local(tensor.to(mine.device), mine.device_mesh, mine.placements, run_check=False,
-                                            shape=mine.shape, stride=mine.stride())
-            state[name] = tensor
-        return state
-
-    def load_state_dict(self, state: dict[str, torch.Tensor]):
-        copy(state, self.theirs)
+def probe(core, lay_out: Callable, dtype: str, cut=False) -> float:
+    """Largest difference, in nats, between log-probs in this layout and those of one forward per sequence. With `cut`
+    that forward ends earlier, which must change nothing."""
+    ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 96).long().tolist()
+    prompt, first, second = tuple(ids[::3]), tuple(ids[1::3]), tuple(ids[2::3][:5])  # 32, 32 and 5 tokens
+    errors = []
+    with autocast(core, dtype):
+        (logprobs,) = forward(core, [(prompt, [first, second])], lay_out)
+        for y, y_logprobs in zip((first, second), logprobs):
+            y = y[:len(y) // 2] if cut else y
+            logits = core(input_ids=torch.tensor([prompt + y], device=core.device), use_cache=False).logits.float()
+            all_logprobs = logits[0, len(prompt) - 1:-1].log_softmax(-1)  # (|y|, V)
+            errors.append((y_logprobs[:len(y)] - all_logprobs[range(len(y)), y]).abs().max())
+    return torch.stack(errors).max().item()
 
 
-def can_differ(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Whether a swap must copy this weight: it trains, is a buffer, or differs although it does not train."""
-    frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-    return not frozen or not torch.equal(local(tensor), local(reference).to(local(tensor)))
+# ---- Shared prompts: one flat row per forward, without padding -------
+
+def shared_prompt_attention(module, query, key, value, attention_mask, spans=None, sliding_window=None, **kwargs):
+    """Attention over a flat row: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D).
+    A span is the queries of one completion (a group's first: of prompt + completion). Its keys: [prompt ; own]."""
+    if spans is None:  # an ordinary batch, as in generate()
+        return sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
+    if attention_mask is not None and not sliding_window:
+        raise CannotShare(f"{type(module).__name__} masks more than the future")
+    if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
+        raise CannotShare(f"{type(module).__name__} has softcapped scores, attention sinks or a position bias")
+    keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k = spans
+    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings return float32
+    if keys is not None:
+        key, value = (x.index_select(2, keys) for x in (key, value))  # (1, key heads, T_k, D)
+    if one_kernel_serves(query, value) and not kwargs.get("dropout"):
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        window = (sliding_window - 1 if sliding_window else -1, 0)  # how far a query sees back, and ahead
+        return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max(sizes_q), max(sizes_k), window_size=window,
+                           scale=kwargs.get("scaling"), enable_gqa=True)[None], None
+    outputs = []
+    for q, k, v in zip(query.split(sizes_q, 2), key.split(sizes_k, 2), value.split(sizes_k, 2)):
+        n_q, reach = q.shape[2], sliding_window or k.shape[2]
+        k, v = (x[:, :, 1 - n_q - reach:] for x in (k, v))  # without keys that no query reaches
+        n_before = k.shape[2] - n_q  # keys before the first query
+        mask = None  # plain causal
+        if n_q > 1 and (n_before > 0 or n_q > reach):
+            mask = q.new_ones(1, 1, n_q, n_before + n_q, dtype=torch.bool).tril(n_before).triu(n_before - reach + 1)
+        outputs.append(sdpa(module, q, k, v, mask, **kwargs)[0])
+    return torch.cat(outputs, dim=1), None
 
 
-@torch.no_grad()
-def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
-    """Copies the values of `source` into the tensors of `target`, which names a subset of them."""
-    for name, tensor in target.items():
-        tensor = local(tensor)
-        values = local(source[name]).view_as(tensor)  # copy_ alone would broadcast
-        tensor.copy_(values, non_blocking=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
+    """transformers' mask. The ones of lay_out_shared (stride 0) are not searched for zeros, which would wait for the
+    GPU, and windows make no (T, T) mask."""
+    ones = attention_mask is not None and attention_mask.stride(-1) == 0
+    if ones and local_size:
+        return attention_mask[:, None, None]  # (1, 1, 1, T): a layer that is not told its window is refused
+    return sdpa_mask(*args, attention_mask=None if ones else attention_mask, local_size=local_size, **kwargs)
 
 
-def structure(model) -> dict:
-    """What two models must have in common to swap weights: shapes, and config fields that change log-probs."""
-    cosmetic = {"_name_or_path", "architectures", "dtype", "initializer_range", "transformers_version", "use_cache"}
-    found = {}
-    for name, value in base_model(model).config.to_dict().items():
-        if name not in cosmetic and "dropout" not in name and not name.endswith("token_id"):
-            found[name] = value
-    for name, module in model.named_modules():
-        if hasattr(module, "scaling"):  # of LoRA, and of attention
-            found[f"{name}.scaling"] = str(module.scaling)
-    for name, tensor in model.state_dict().items():
-        found[name] = tensor.shape
-    return found
+def one_kernel_serves(query, value) -> bool:
+    """Whether one varlen_attn call can serve all spans. On CUDA a loop over spans is bound by kernel launches."""
+    size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
+            and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
 
 
-def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0):
-    """log π_ref of these completions, as a mapping. `reference` is a ReferenceCache, which is returned as it is, None,
-    or a context manager that yields a model: a Swap, or nullcontext(model)."""
-    if reference is None or isinstance(reference, ReferenceCache):
-        return reference
-    scored = ReferenceCache()
-    with reference as model:
-        scored.score(model, groups, tokens_per_forward, dtype, temperature)
-    return scored
+AttentionInterface.register(SHARED, shared_prompt_attention)
+AttentionMaskInterface.register(SHARED, shared_prompt_mask)
 
 
-def checkpoint_digest(name: str) -> str:
-    """Identifies the weights of a folder or hub name: SHA-256 of config and safetensors, and of an adapter's base."""
-    patterns = ["*.json", "*model*.safetensors"]
-    folder = Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=patterns))
-    kind = "adapter_" if (folder / "adapter_config.json").exists() else ""
-    config = json.loads((folder / f"{kind}config.json").read_text())
-    config |= {"transformers_version": None, "_name_or_path": None}  # no effect on log-probs
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    files = sorted(folder.glob(f"{kind}model*.safetensors"))
-    if not files:
-        raise BadInput(f"{folder} holds no {kind}model*.safetensors")
-    for file in files:
-        digest.update(np.memmap(file, np.uint8, "r"))
-    if kind:
-        digest.update(checkpoint_digest(config["base_model_name_or_path"]).encode())
-    return digest.hexdigest()[:32]
+def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
+    """Copies a CPU tensor, to a GPU without waiting for its kernels."""
+    on_gpu = torch.device(device).type == "cuda"
+    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
+
+
+def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """Groups -> the inputs of one flat row, and per completion token (N,) the place in the row that predicts it, and
+    its id. `blind` leaves the spans out, so attention treats the row as one sequence. Only the probe uses it."""
+    ids, positions = [], []
+    sources, targets = [], []
+    keys = []
+    query_ends, key_ends = [0], [0]
+    for prompt, completions in groups:
+        before = range(len(ids), len(ids) + len(prompt))
+        ids += prompt
+        positions += range(len(prompt))
+        for y in completions:
+            own = range(len(ids), len(ids) + len(y))
+            ids += y
+            positions += range(len(prompt), len(prompt) + len(y))
+            sources += [before[-1], *own[:-1]]  # the shift by one: the token before predicts it
+            targets += y
+            keys += [*before, *own]
+            query_ends.append(len(ids))  # the first completion simply continues its prompt
+            key_ends.append(len(keys))
+    sizes_q, sizes_k = np.diff(query_ends).tolist(), np.diff(key_ends).tolist()  # on the CPU: no GPU sync
+    cu_seq_q, cu_seq_k = to_device(torch.tensor([query_ends, key_ends], dtype=torch.int32), device)  # (spans + 1,)
+    keys = to_device(torch.tensor(keys), device) if len(keys) > len(ids) else None  # (T_k,); None: the keys are the row
+    ids, positions = to_device(torch.tensor([ids, positions]), device)  # (T,)
+    sources, targets = to_device(torch.tensor([sources, targets]), device)  # (N,)
+    # without an all-ones mask, transformers treats restarting positions as packed sequences and masks the prompts
+    ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(ids))
+    spans = None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)
+    return dict(input_ids=ids[None], position_ids=positions[None], attention_mask=ones, spans=spans), sources, targets
+
+
+def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
+    """The same as an ordinary right-padded batch, a row per completion: exact for every causal model."""
+    rows = [torch.tensor(prompt + y) for prompt, completions in groups for y in completions]
+    ids = to_device(pad_sequence(rows, batch_first=True, padding_value=-1), device)
+    sources, targets = [], []
+    row_start = 0
+    for prompt, completions in groups:
+        for y in completions:
+            first = row_start + len(prompt) - 1  # the shift by one: the token before predicts it
+            sources += range(first, first + len(y))
+            targets += y
+            row_start += ids.shape[1]
+    sources, targets = to_device(torch.tensor([sources, targets]), device)
+    return dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long()), sources, targets

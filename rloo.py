@@ -60,8 +60,8 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
-    completion_logprobs, context_length, full_tensor, micro_batches, pack, processes, progress_bar, shard,
-    share_out, share_prompts, shares_prompts, write_whole)
+    completion_logprobs, context_length, full_tensor, is_sharing, micro_batches, pack, processes, progress_bar, shard,
+    share_out, share_prompts, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -156,6 +156,12 @@ class Row(NamedTuple):
     columns: dict  # of the file: the prompt, and what the reward needs
 
 
+class Sample(NamedTuple):
+    tokens: tuple[int, ...]  # with its stop token
+    logp: float  # log π(y|x) of the sampler
+    entropy: float  # of the sampler, in nats, summed over tokens
+
+
 class Samples(NamedTuple):
     """k samples for each of B prompts."""
     groups: list  # [(prompt, [y_1 .. y_k]), ..]: token ids, a sample with its stop token
@@ -179,9 +185,9 @@ def score_reference(reference, samples: Samples, device: str, args: Args) -> tor
         return None
     ref_logps = torch.zeros(samples.mask.shape, device=device)
     with reference as model:
-        for indices in micro_batches(model, samples.groups, args.tokens_per_forward, *processes()):
-            micro = [samples.groups[i] for i in indices or [0]]  # an empty micro-batch counts 0 times
-            ref_logps[indices] = token_logprobs(model, micro, ref_logps.shape[2], args)[:len(indices)]
+        for indices, counts in micro_batches(model, samples.groups, args.tokens_per_forward, *processes()):
+            micro = [samples.groups[i] for i in indices]
+            ref_logps[indices] += token_logprobs(model, micro, ref_logps.shape[2], args) * counts
     return all_reduce(ref_logps)
 
 
@@ -192,9 +198,7 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
     all_logps = torch.zeros(samples.mask.shape, device=rewards.device)
     loss_sum = torch.zeros((), device=rewards.device)
     clip_sum = torch.zeros((), device=rewards.device)
-    for indices in micro_batches(policy, samples.groups, args.tokens_per_forward, *processes()):
-        has_rows = bool(indices)  # an empty micro-batch counts 0 times, see micro_batches
-        indices = indices or [0]
+    for indices, counts in micro_batches(policy, samples.groups, args.tokens_per_forward, *processes()):
         micro = [samples.groups[i] for i in indices]
         logps = token_logprobs(policy, micro, all_logps.shape[2], args)  # (b, k, T)
         old = logps.detach() if old_logps is None else old_logps[indices]
@@ -203,14 +207,14 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
             reward = reward - args.beta * (old - ref_logps[indices]).sum(dim=2)  # R of (2)
         advantages = leave_one_out(reward)  # of (1)
         logp, old_logp = logps.sum(dim=2), old.sum(dim=2)  # (b, k)
-        loss = policy_loss(logp, old_logp, advantages, args.clip_eps).sum() / rewards.numel() * has_rows
+        loss = policy_loss(logp, old_logp, advantages, args.clip_eps).sum() / rewards.numel() * counts
         loss.backward()
 
-        all_logps[indices] += logps.detach() * has_rows
+        all_logps[indices] += logps.detach() * counts
         loss_sum += loss.detach()
         ratio = (logp - old_logp).detach().exp()
         is_clipped = (ratio - 1) * advantages.sign() > args.clip_eps
-        clip_sum += is_clipped.sum() * has_rows
+        clip_sum += is_clipped.sum() * counts
     values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / rewards.numel()}
     return all_reduce(all_logps), values
 
@@ -358,28 +362,28 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     stops = stop_tokens(base_model(policy), tokenizer)
 
     def batches(budget):
-        if not shares_prompts(policy):
+        if not is_sharing(policy):
             return [[i] for i in range(len(prompts))]  # padding could change samples
         return pack([len(prompt) + args.max_new_tokens for prompt in prompts], budget, [k] * len(prompts))
 
-    drawn = {}  # index of a prompt -> k triples: token ids, log-prob, entropy
+    drawn = {}  # index of a prompt -> k samples
     with unsharded(policy), autocast(policy, args.dtype):
         for batch in progress_bar(share_out(batches, args.rollout_tokens, *processes()), desc="sample", unit="batch"):
             if batch:
                 batch_prompts = [prompts[i] for i in batch]
                 drawn |= zip(batch, decode(base_model(policy), batch_prompts, u[batch].to(policy.device), stops, args))
-    drawn = {i: triples for part in all_gather(drawn) for i, triples in part.items()}
+    drawn = {i: samples for part in all_gather(drawn) for i, samples in part.items()}
     drawn = [drawn[i] for i in range(len(prompts))]
 
-    completions = [[y for y, _, _ in triples] for triples in drawn]
+    completions = [[sample.tokens for sample in samples] for samples in drawn]
     lengths = torch.tensor([[len(y) for y in ys] for ys in completions])
     return Samples(
         groups=list(zip(prompts, completions)),
         texts=[tokenizer.batch_decode(ys, skip_special_tokens=True) for ys in completions],
         mask=torch.arange(lengths.max()) < lengths[..., None],
         ended=torch.tensor([[y[-1] in stops for y in ys] for ys in completions]),
-        logp=torch.tensor([[logp for _, logp, _ in triples] for triples in drawn]),
-        entropy=torch.tensor([[entropy for _, _, entropy in triples] for triples in drawn]),
+        logp=torch.tensor([[sample.logp for sample in samples] for samples in drawn]),
+        entropy=torch.tensor([[sample.entropy for sample in samples] for samples in drawn]),
     )
 
 
@@ -416,12 +420,12 @@ class GrowingLayer(DynamicLayer):
         self.room = None
 
 
-def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> list[list[tuple]]:
-    """u (B, k, T) -> for each prompt k triples: token ids, log-prob and entropy (sums)."""
+def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> list[list[Sample]]:
+    """u (B, k, T) -> k samples for each prompt."""
     B, k, T = u.shape
     device = core.device
     stops = torch.tensor(stops, dtype=torch.long, device=device)
-    share = shares_prompts(core)
+    share = is_sharing(core)
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(device)  # (B, longest)
     mask = (ids >= 0).long()
     ids = ids.clamp(min=0)
@@ -468,8 +472,8 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     logps = logps.masked_fill(is_late, 0.0).sum(1).tolist()
     entropies = entropies.masked_fill(is_late, 0.0).sum(1).tolist()
     completions = [tuple(y[:length]) for y, length in zip(tokens.tolist(), lengths.tolist())]
-    triples = list(zip(completions, logps, entropies))
-    return [triples[i:i + k] for i in range(0, B * k, k)]
+    samples = list(map(Sample, completions, logps, entropies))
+    return [samples[i:i + k] for i in range(0, B * k, k)]
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
