@@ -208,6 +208,7 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
     """Adds the gradient of the mean loss, in micro-batches that the processes share. rewards (B, k), log-probs
     (B, k, T). old_logps None: the policy is still the one that sampled, and the forward with the gradient gives them.
     So advantages, which contain the KL penalty, are computed here. Returns log π without gradient, and metrics."""
+    divisor = rewards.numel()  # the loss is a mean over samples
     all_logps = torch.zeros(samples.mask.shape, device=rewards.device)
     loss_sum = torch.zeros((), device=rewards.device)
     clip_sum = torch.zeros((), device=rewards.device)
@@ -217,13 +218,13 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
         old = logps.detach() if old_logps is None else old_logps[indices]
         advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
         losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)  # (b, k)
-        loss = losses.sum() / rewards.numel() * counts
+        loss = losses.sum() / divisor * counts
         loss.backward()
 
         all_logps[indices] += logps.detach() * counts
         loss_sum += loss.detach()
         clip_sum += is_clipped.sum() * counts
-    values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / rewards.numel()}
+    values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / divisor}
     return all_reduce(all_logps), values
 
 
