@@ -823,28 +823,27 @@ def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
 def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Groups -> the inputs of one flat row, and per completion token (N,) the place in the row that predicts it, and
     its id. `blind` leaves the spans out, so attention treats the row as one sequence. Only the probe uses it."""
-    ids, positions = [], []
-    sources, targets = [], []
-    keys = []
+    ids, targets = [], []
+    positions, sources, keys = [], [], []  # arrays, joined below
     query_ends, key_ends = [0], [0]
     for prompt, completions in groups:
-        before = range(len(ids), len(ids) + len(prompt))
+        before = np.arange(len(ids), len(ids) + len(prompt))
         ids += prompt
-        positions += range(len(prompt))
+        positions.append(np.arange(len(prompt)))
         for y in completions:
-            own = range(len(ids), len(ids) + len(y))
+            own = np.arange(len(ids), len(ids) + len(y))
             ids += y
-            positions += range(len(prompt), len(prompt) + len(y))
-            sources += [before[-1], *own[:-1]]  # the shift by one: the token before predicts it
             targets += y
-            keys += [*before, *own]
+            positions.append(np.arange(len(prompt), len(prompt) + len(y)))
+            sources += [before[-1:], own[:-1]]  # the shift by one: the token before predicts it
+            keys += [before, own]
             query_ends.append(len(ids))  # the first completion simply continues its prompt
-            key_ends.append(len(keys))
+            key_ends.append(key_ends[-1] + len(prompt) + len(y))
     sizes_q, sizes_k = np.diff(query_ends).tolist(), np.diff(key_ends).tolist()  # on the CPU: no GPU sync
     cu_seq_q, cu_seq_k = to_device(torch.tensor([query_ends, key_ends], dtype=torch.int32), device)  # (spans + 1,)
-    keys = to_device(torch.tensor(keys), device) if len(keys) > len(ids) else None  # (T_k,); None: the keys are the row
-    ids, positions = to_device(torch.tensor([ids, positions]), device)  # (T,)
-    sources, targets = to_device(torch.tensor([sources, targets]), device)  # (N,)
+    ids, positions = to_device(torch.from_numpy(np.stack([ids, np.concatenate(positions)])), device)  # (T,)
+    sources, targets = to_device(torch.from_numpy(np.stack([np.concatenate(sources), targets])), device)  # (N,)
+    keys = to_device(torch.from_numpy(np.concatenate(keys)), device) if len(ids) < key_ends[-1] else None  # (T_k,)
     # without an all-ones mask, transformers treats restarting positions as packed sequences and masks the prompts
     ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(ids))
     spans = None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)
