@@ -22,14 +22,14 @@ from models import GPT2, build, make
 from test_logprobs import GROUPS, P, Q, flat, forward_sizes, slow
 
 import refcache
-from refcache import BadInput, ReferenceCache, checkpoint_digest, share_prompts, write_whole
+from refcache import BadInput, ReferenceCache, checkpoint_digest, enable_shared_prompts, write_whole
 
 HEADER = dict(reference="abc", dtype="float32")
 
 
 def new_model():
     model = make("llama")
-    share_prompts(model)
+    enable_shared_prompts(model)
     return model
 
 

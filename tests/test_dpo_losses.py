@@ -9,7 +9,7 @@ from torch import tensor
 
 import dpo
 from dpo import Args, Batch, Loss, Row, measure, metrics, preference_loss
-from refcache import ReferenceCache, share_prompts
+from refcache import ReferenceCache, enable_shared_prompts
 
 BETA, EPS, GAMMA, ETA = 0.2, 0.1, 0.6, 2.0
 ARGS = Args(dtype="float32", beta=BETA, label_smoothing=EPS, simpo_gamma=GAMMA, rpo_eta=ETA)
@@ -163,7 +163,7 @@ ROWS = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), 1.0, 0.5, {}),
 @pytest.fixture(scope="module")
 def policy():
     policy = make("llama", 1)
-    share_prompts(policy)
+    enable_shared_prompts(policy)
     return policy
 
 

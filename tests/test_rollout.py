@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 import rloo
 from models import MODELS, SMALL, make
-from refcache import BadInput, share_prompts
+from refcache import BadInput, enable_shared_prompts
 from rloo import draw, generator, rollout
 
 RANDOM = torch.Generator().manual_seed(0)
@@ -38,7 +38,7 @@ EXACT = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
 def model_of(name):
     """A model as load_model leaves it."""
     model = make(name)
-    share_prompts(model)
+    enable_shared_prompts(model)
     return model
 
 
