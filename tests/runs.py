@@ -1,5 +1,4 @@
 """Short runs of the scripts with a tiny model. Equal runs are made only once."""
-import gc
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -35,7 +34,6 @@ def letters(prompts, completions, **columns):
     """Any two samples get different rewards."""
     return [sum(map(ord, completion[0]["content"])) % 101 / 101 for completion in completions]
 '''
-gc.freeze()  # ReferenceCache.fill collects garbage: quicker without the objects of imported modules
 
 
 def save(model, name):
