@@ -729,7 +729,7 @@ def load_function(spec: str) -> Callable:
 def resolve(args, new_tokens: int = 0):
     """Checks flags, and fills in those that depend on others. new_tokens: sampled after each row."""
     if args.model is None and args.data is None:
-        demo = {name: value for name, value in DEMO.items() if not vars(args)[name]}  # given flags are kept
+        demo = {name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())}  # given flags are kept
         args = replace(args, **demo)
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
@@ -752,7 +752,7 @@ def resolve(args, new_tokens: int = 0):
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    return replace(args, dtype=dtype, ref_model=args.ref_model or args.model, lr=args.lr or 1e-6,
+    return replace(args, dtype=dtype, ref_model=args.ref_model or args.model, lr=1e-6 if args.lr is None else args.lr,
                    max_length=min(args.max_length, context - new_tokens))
 
 
