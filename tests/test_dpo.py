@@ -173,9 +173,12 @@ def test_wandb_gets_the_metrics_and_the_arguments(monkeypatch):
     assert logged == [0, 1, 2]
 
 
-def test_save_every_0_writes_no_checkpoint_before_the_end(run):
-    assert same(run(save_every=0), run())
-    assert [folder.name for folder in run(save_every=0).out.glob("resume-*")] in ([], ["resume-3"])
+@pytest.mark.parametrize("save_every, steps", [(0, [3]), (2, [2, 3])])
+def test_checkpoints_are_written_every_so_many_steps_and_at_the_end(monkeypatch, save_every, steps):
+    saved = []
+    monkeypatch.setattr(dpo, "save_checkpoint", lambda out, step, *more: saved.append(step))
+    dpo.main(arguments(save_every=save_every))
+    assert saved == steps
 
 
 def report_of(tmp_path, before, after):
@@ -405,9 +408,10 @@ def test_missing_weights_are_refused(tmp_path):
         dpo.main(arguments(model=str(folder)))
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_steps_before():
-    args = arguments(lr=1e17, max_grad_norm=1e17)
+@BOTH
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_steps_before(script):
+    args = arguments(script, lr=1e17, max_grad_norm=1e17)
     with pytest.raises(BadInput, match="step 2"):
-        dpo.main(args)
+        SCRIPTS[script].main(args)
     assert [json.loads(line)["step"] for line in open(f"{args.out}/metrics.jsonl")] == [0, 1]
     assert not (Path(args.out) / "model").exists()
