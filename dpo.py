@@ -7,8 +7,8 @@ Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation
     python dpo.py  # the demo: offline, under a minute
     python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen  # your model, your data
 
-The reference π_ref is frozen: its log-probs are computed once, before the policy is loaded, and kept in a file that
-later runs share. A killed run resumes if the same command is given again.
+The reference π_ref is frozen: its log-probs are computed once, before the policy is loaded, and kept in a file. A killed
+run resumes if the same command is given again.
 
 Data      rows `prompt, chosen, rejected`, or `chosen, rejected` with a common beginning; strings or chat messages:
           {"prompt": [{"role": "user", "content": "2 + 2?"}],
@@ -18,13 +18,12 @@ Shapes    B pairs in a batch; (B,) per pair. w: the chosen answer y_w; l: the re
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref), summed over tokens (simpo alone: per token) |
           rewards/margins: their difference | rewards/accuracies: fraction of pairs where it is > 0, ties count 1/2 |
           logps/*: log π(y|x) | nll/chosen: −log π(y_w|x) per token | logratio: |log π − log π_ref| of y_w per token |
-          grad_norm before clipping | learning_rate | seconds, tokens_per_second, memory_gb (peak on CUDA). eval_*: on
-          held-out pairs; eval_score: mean of --score.
+          grad_norm: before clipping | learning_rate | seconds, tokens_per_second, memory_gb: on CUDA, peak | eval_*: of
+          held-out pairs | eval_score: mean of --score
 """
 import csv
 import hashlib
 import importlib
-import inspect
 import json
 import math
 import os
@@ -43,7 +42,6 @@ from typing import Callable, Iterator, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
@@ -145,7 +143,7 @@ class Batch(NamedTuple):
 
 def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, score_w=0.0, score_l=0.0, *, beta=0.1,
                     label_smoothing=0.0, simpo_gamma=0.5, rpo_eta=1.0) -> torch.Tensor:
-    """The loss of every pair, (B,), float32. The tensors are those of Batch:
+    """The loss of every pair, (B,), float32, of the tensors of a Batch:
     preference_loss("ipo", logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, beta=0.1).mean()"""
     eps = label_smoothing
     sigma = torch.sigmoid
@@ -197,10 +195,9 @@ def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, s
 
 def metrics(batch: Batch, args: Args) -> dict[str, torch.Tensor]:
     """The loss and other values of every pair, (B,) each."""
-    options = dict(beta=args.beta, label_smoothing=args.label_smoothing, simpo_gamma=args.simpo_gamma,
-                   rpo_eta=args.rpo_eta)
+    flags = {name: vars(args)[name] for name in ("beta", "label_smoothing", "simpo_gamma", "rpo_eta")}
     weights = args.loss_weights or [1.0] * len(args.loss)
-    loss = sum(weight * preference_loss(name, *batch, **options) for name, weight in zip(args.loss, weights))
+    loss = sum(weight * preference_loss(name, *batch, **flags) for name, weight in zip(args.loss, weights))
     ratio_w, ratio_l = batch.ratio_w, batch.ratio_l
     if args.loss == ("simpo",):  # its reward is per token
         ratio_w, ratio_l = ratio_w / batch.len_w, ratio_l / batch.len_l
@@ -237,7 +234,7 @@ def groups(rows: list[Row]) -> list:
 
 def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
     """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs; None: all 0."""
-    logps = completion_logprobs(policy, groups(rows), args.tokens_per_forward)
+    logps = completion_logprobs(policy, groups(rows))
     ratios = log_ratios(logps, groups(rows), ref_logps, args.humanline)  # both: per pair [(|y_w|,), (|y_l|,)]
     logp_w, logp_l = sum_tokens(logps).unbind(dim=1)  # (B, 2) -> (B,), (B,)
     ratio_w, ratio_l = sum_tokens(ratios).unbind(dim=1)
@@ -276,12 +273,11 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 
 def check_losses(args: Args) -> Args:
     """Refuses values at which a loss is not defined. Losses without a reference get none."""
-    if args.loss_weights and len(args.loss_weights) != len(args.loss):
+    if len(args.loss_weights) not in (0, len(args.loss)):
         raise BadInput("give one of --loss_weights per --loss")
-    if "exo_pair" in args.loss and not 0 < args.label_smoothing < 1:
-        raise BadInput("--loss exo_pair needs a --label_smoothing between 0 and 1, such as 0.001")
-    if "robust" in args.loss and not args.label_smoothing < 0.5:
-        raise BadInput("--loss robust needs a --label_smoothing below 0.5")
+    eps = args.label_smoothing
+    if ("exo_pair" in args.loss and not 0 < eps < 1) or ("robust" in args.loss and not eps < 0.5):
+        raise BadInput("--label_smoothing must be above 0 for exo_pair, such as 0.001, and below 0.5 for robust")
     if set(args.loss) <= NO_REFERENCE:
         return replace(args, ref="none", sync_reference=None, humanline=None)
     return args
@@ -387,23 +383,20 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
     rows = list({row.prompt: row for row in rows if len(row.prompt) <= longest}.values())[:args.samples]  # one each
     if not rows:
         return {}
-    prompts = [row.columns["prompt"] for row in rows]
-    ids = generate(policy, tokenizer, [row.prompt for row in rows], args)
-    answers = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, answers)]
+    answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    lines = [{"step": step, "prompt": row.columns["prompt"], "completion": text} for row, text in zip(rows, texts)]
     means = {}
     if args.score:
-        names = {name for row in rows for name in row.columns} - {"prompt"}
-        columns = {name: [row.columns.get(name) for row in rows] for name in names}
-        completions = answers
+        columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
+        prompts = columns.pop("prompt")
         if isinstance(prompts[0], list):
-            completions = [[{"role": "assistant", "content": text}] for text in answers]
-        scores = load_function(args.score)(prompts=prompts, completions=completions, **columns)
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
         if scores is None or len(scores) != len(lines):
             raise BadInput(f"{args.score} gave {scores} for {len(lines)} completions: is a return missing?")
-        lines = [line | {"score": score if score is None else float(score)} for line, score in zip(lines, scores)]
-        known = [line["score"] for line in lines if line["score"] is not None]
-        means["eval_score"] = sum(known) / max(1, len(known))
+        lines = [line | {"score": score} for line, score in zip(lines, scores)]
+        means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
     append(out / "samples.jsonl", lines)
     return means
 
@@ -627,7 +620,7 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 def load_model(name: str, device: str, args, trains: bool = False):
     """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio.
-    What is frozen has the dtype of its forwards; what trains is float32, and sharded if that is bfloat16."""
+    Frozen weights have the dtype of forwards; those that train are float32, and sharded where that is bfloat16."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
@@ -665,9 +658,8 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     peft = optional("peft")
     if folder is None:
         is_list = re.fullmatch(r"\w+(,\w+)*", args.lora_target)
-        target = args.lora_target.split(",") if is_list else args.lora_target
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules=target,
-                                 task_type="CAUSAL_LM")
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
+                                 target_modules=args.lora_target.split(",") if is_list else args.lora_target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
@@ -685,8 +677,6 @@ def load_reference(policy, device: str, args):
     """The reference as a context manager that yields a model: --ref live or swap."""
     if args.ref == "live":
         return nullcontext(load_model(args.ref_model, device, args))
-    if args.ref != "swap":
-        raise BadInput(f"there is no --ref {args.ref}")
     if args.ref_model == args.model:
         return Swap(policy)  # the policy as it is now
     return Swap(policy, load_model(args.ref_model, "cpu", args))
@@ -715,40 +705,36 @@ def load_function(spec: str) -> Callable:
 def resolve(args, new_tokens: int = 0):
     """Checks flags, and fills in those that depend on others. new_tokens: sampled after each row."""
     if args.model is None and args.data is None:
-        demo = {name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())}  # given flags are kept
-        args = replace(args, **demo)
+        args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
         raise BadInput("give both --model and --data, or neither for the demo")
-    humanline = vars(args).get("humanline")
-    if args.sync_reference and humanline:
-        raise BadInput("--humanline moves the reference every step: leave out --sync_reference")
-    if (args.sync_reference or humanline) and args.ref != "swap":
-        raise BadInput("--sync_reference and --humanline need --ref swap")
-    is_adapter = base_of(args.model) != args.model
-    if is_adapter and args.lora_r:
-        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+    moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
+    if len(moves) > 1 or (moves and args.ref != "swap"):
+        raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
     config = AutoConfig.from_pretrained(base_of(args.model))
     if args.lora_r:
+        if base_of(args.model) != args.model:
+            raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
         with torch.device("meta"):  # without weights: a wrong --lora_target is seen now
             add_adapter(AutoModelForCausalLM.from_config(config), None, True, args)
     context = context_length(config)
     if args.max_new_tokens >= context:
-        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room: the model has {context} positions")
+        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt: the context is {context}")
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    return replace(args, dtype=dtype, ref_model=args.ref_model or args.model, lr=1e-6 if args.lr is None else args.lr,
-                   max_length=min(args.max_length, context - new_tokens))
+    return replace(args, dtype=dtype, max_length=min(args.max_length, context - new_tokens),
+                   ref_model=args.ref_model or args.model, lr=1e-6 if args.lr is None else args.lr)
 
 
 # ---- Optimizer and order: the same in dpo.py, kto.py and rloo.py -----
 
 def make_optimizer(policy, args) -> torch.optim.Optimizer:
     """AdamW. As in transformers, norms and biases do not decay. lr is set in the loop."""
-    trained = [weight for weight in policy.parameters() if weight.requires_grad]
-    decaying = {"params": [weight for weight in trained if weight.dim() > 1], "weight_decay": args.weight_decay}
-    others = {"params": [weight for weight in trained if weight.dim() <= 1], "weight_decay": 0.0}
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
+    decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
+    others = {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0}
     return torch.optim.AdamW([decaying, others], lr=0.0, fused=True)
 
 
@@ -816,23 +802,19 @@ def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
     run = {name: value for name, value in asdict(args).items() if name not in may_change}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
     run["weights"] = {name: checkpoint_digest(name) for name in sorted(models)}
-    run["functions"] = {spec: digest_of_file(spec.rpartition(":")[0]) for spec in functions if spec}
-    for name, rows in (("rows", train_rows), ("held-out rows", eval_rows)):
-        digest = hashlib.sha256()
-        for row in rows:
-            digest.update(repr(row).encode())
-        run[name] = digest.hexdigest()
+    run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
+    run["rows"] = digest_of(repr(row).encode() for row in train_rows)
+    run["held-out rows"] = digest_of(repr(row).encode() for row in eval_rows)
+    for file in (Path(__file__), HERE / "refcache.py"):
+        run[file.name] = digest_of([file.read_bytes()])
     return json.loads(json.dumps(run))  # tuples become lists
 
 
-def digest_of_file(path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def code_digests() -> dict[str, str]:
-    """Of this script and refcache.py."""
-    return {os.path.basename(file): digest_of_file(file) for file in (__file__, inspect.getfile(BadInput))}
+def digest_of(parts) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
@@ -862,8 +844,7 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
-        saved = {"step": step, "run": run, "log_sizes": log_sizes, "code": code_digests()}
-        write_whole(folder / "run.json", [json.dumps(saved).encode()])
+        write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
         tqdm.write(f"step {step}: checkpoint in {folder}")
         for older in out.glob("resume-*"):
             if older != folder:
@@ -876,14 +857,12 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     for file in out.glob("resume-*/run.json"):
         saved = max(saved, json.loads(file.read_text()), key=lambda checkpoint: checkpoint["step"])
     differing = [name for name in run if saved["run"].get(name) != run[name]]
-    if differing:
+    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    if len(differing) > len(code):
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}")
-        for name, digest in code_digests().items():
-            if saved["code"].get(name) != digest:
-                print(f"{name} has changed since step {saved['step']}")
+        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep=": ")
     if processes()[0] == 0:
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
@@ -905,12 +884,10 @@ def log(out: Path, values: dict, args):
 
 
 def speed(tokens: int, began: float) -> dict[str, float]:
-    """Of a step with so many tokens. memory_gb: the peak since the start."""
+    """Of a step. memory_gb: the peak since the start."""
     seconds = time.monotonic() - began
-    values = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    if torch.cuda.is_available():
-        values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    return values
+    memory = {"memory_gb": torch.cuda.max_memory_allocated() / 1e9} if torch.cuda.is_available() else {}
+    return {"seconds": seconds, "tokens_per_second": tokens / seconds} | memory
 
 
 def report(out: Path) -> list[dict]:
@@ -921,18 +898,18 @@ def report(out: Path) -> list[dict]:
     for name, after in last.items():
         if name.startswith("eval_"):
             print(f"{name:28} {first[name]:z7.3f} {after:z7.3f}")
-    answers = defaultdict(dict)  # prompt -> step -> answer
+    answers = defaultdict(dict)  # held-out prompt -> step -> its answer
     for line in map(json.loads, (out / "samples.jsonl").read_text().splitlines()):
         if line.get("held_out", True):
             answers[str(line["prompt"])][line["step"]] = line["completion"]
-    width = shutil.get_terminal_size().columns
     for prompt, by_step in list(answers.items())[:3]:
         texts = {"prompt": prompt, "before": by_step.get(first["step"]), "after": by_step.get(last["step"])}
-        print("", *(f"{name:6} {text!r}"[:width] for name, text in texts.items()), sep="\n")
+        for name, text in texts.items():
+            print(f"{name:6} {text!r}"[:shutil.get_terminal_size().columns])
     before, after = (values.get("eval_nll/chosen", 0.0) for values in (first, last))
     if after > before + 1:
-        print(f"chosen answers became less likely, {before:.1f} -> {after:.1f} nats per token: lower --lr or raise --beta")
-    print(f"all samples: {out / 'samples.jsonl'}; curves: python benchmarks/plot.py {out}")
+        print(f"Chosen answers became less likely, {before:.1f} -> {after:.1f} nats per token: lower --lr or raise --beta")
+    print(f"All answers: {out / 'samples.jsonl'}. Curves: python benchmarks/plot.py {out}")
     return history
 
 

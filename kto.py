@@ -19,14 +19,13 @@ Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `pr
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
           difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/*: log π(y|x) | nll/chosen: −log π(y|x) per token | logratio: |ρ| per token | grad_norm before clipping |
-          learning_rate | seconds, tokens_per_second, memory_gb (peak on CUDA). eval_*: on held-out rows; eval_score:
-          mean of --score.
+          logps/*: log π(y|x) | nll/chosen: −log π(y|x) per token | logratio: |ρ| per token | grad_norm: before clipping |
+          learning_rate | seconds, tokens_per_second, memory_gb: on CUDA, peak | eval_*: of held-out rows | eval_score:
+          mean of --score
 """
 import csv
 import hashlib
 import importlib
-import inspect
 import json
 import math
 import os
@@ -45,7 +44,6 @@ from typing import Callable, Iterator, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
@@ -186,7 +184,7 @@ def other_groups(rows: list[Row]) -> list:
 
 def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
     """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs."""
-    logps = completion_logprobs(policy, groups(rows), args.tokens_per_forward)
+    logps = completion_logprobs(policy, groups(rows))
     ratios = log_ratios(logps, groups(rows), ref_logps, args.humanline)  # both: per row [(|y|,)]
     return Batch(
         logp=sum_tokens(logps).squeeze(1),
@@ -203,7 +201,7 @@ def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
     total = torch.zeros((), device=policy.device)
     for indices, counts in micro_batches(policy, others, args.tokens_per_forward, *processes()):
         micro = [others[i] for i in indices]
-        logps = completion_logprobs(policy, micro, args.tokens_per_forward)
+        logps = completion_logprobs(policy, micro)
         ratios = log_ratios(logps, micro, ref_logps, args.humanline)
         total += sum_tokens(ratios).sum() * counts
     mean = all_reduce(total) / max(1, len(others))
@@ -346,23 +344,20 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
     rows = list({row.prompt: row for row in rows if len(row.prompt) <= longest}.values())[:args.samples]  # one each
     if not rows:
         return {}
-    prompts = [row.columns["prompt"] for row in rows]
-    ids = generate(policy, tokenizer, [row.prompt for row in rows], args)
-    answers = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, answers)]
+    answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    lines = [{"step": step, "prompt": row.columns["prompt"], "completion": text} for row, text in zip(rows, texts)]
     means = {}
     if args.score:
-        names = {name for row in rows for name in row.columns} - {"prompt"}
-        columns = {name: [row.columns.get(name) for row in rows] for name in names}
-        completions = answers
+        columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
+        prompts = columns.pop("prompt")
         if isinstance(prompts[0], list):
-            completions = [[{"role": "assistant", "content": text}] for text in answers]
-        scores = load_function(args.score)(prompts=prompts, completions=completions, **columns)
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
         if scores is None or len(scores) != len(lines):
             raise BadInput(f"{args.score} gave {scores} for {len(lines)} completions: is a return missing?")
-        lines = [line | {"score": score if score is None else float(score)} for line, score in zip(lines, scores)]
-        known = [line["score"] for line in lines if line["score"] is not None]
-        means["eval_score"] = sum(known) / max(1, len(known))
+        lines = [line | {"score": score} for line, score in zip(lines, scores)]
+        means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
     append(out / "samples.jsonl", lines)
     return means
 
@@ -641,7 +636,7 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 def load_model(name: str, device: str, args, trains: bool = False):
     """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio.
-    What is frozen has the dtype of its forwards; what trains is float32, and sharded if that is bfloat16."""
+    Frozen weights have the dtype of forwards; those that train are float32, and sharded where that is bfloat16."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
@@ -679,9 +674,8 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     peft = optional("peft")
     if folder is None:
         is_list = re.fullmatch(r"\w+(,\w+)*", args.lora_target)
-        target = args.lora_target.split(",") if is_list else args.lora_target
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules=target,
-                                 task_type="CAUSAL_LM")
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
+                                 target_modules=args.lora_target.split(",") if is_list else args.lora_target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
@@ -699,8 +693,6 @@ def load_reference(policy, device: str, args):
     """The reference as a context manager that yields a model: --ref live or swap."""
     if args.ref == "live":
         return nullcontext(load_model(args.ref_model, device, args))
-    if args.ref != "swap":
-        raise BadInput(f"there is no --ref {args.ref}")
     if args.ref_model == args.model:
         return Swap(policy)  # the policy as it is now
     return Swap(policy, load_model(args.ref_model, "cpu", args))
@@ -729,40 +721,36 @@ def load_function(spec: str) -> Callable:
 def resolve(args, new_tokens: int = 0):
     """Checks flags, and fills in those that depend on others. new_tokens: sampled after each row."""
     if args.model is None and args.data is None:
-        demo = {name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())}  # given flags are kept
-        args = replace(args, **demo)
+        args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
         raise BadInput("give both --model and --data, or neither for the demo")
-    humanline = vars(args).get("humanline")
-    if args.sync_reference and humanline:
-        raise BadInput("--humanline moves the reference every step: leave out --sync_reference")
-    if (args.sync_reference or humanline) and args.ref != "swap":
-        raise BadInput("--sync_reference and --humanline need --ref swap")
-    is_adapter = base_of(args.model) != args.model
-    if is_adapter and args.lora_r:
-        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+    moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
+    if len(moves) > 1 or (moves and args.ref != "swap"):
+        raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
     config = AutoConfig.from_pretrained(base_of(args.model))
     if args.lora_r:
+        if base_of(args.model) != args.model:
+            raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
         with torch.device("meta"):  # without weights: a wrong --lora_target is seen now
             add_adapter(AutoModelForCausalLM.from_config(config), None, True, args)
     context = context_length(config)
     if args.max_new_tokens >= context:
-        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room: the model has {context} positions")
+        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt: the context is {context}")
     dtype = args.dtype
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    return replace(args, dtype=dtype, ref_model=args.ref_model or args.model, lr=1e-6 if args.lr is None else args.lr,
-                   max_length=min(args.max_length, context - new_tokens))
+    return replace(args, dtype=dtype, max_length=min(args.max_length, context - new_tokens),
+                   ref_model=args.ref_model or args.model, lr=1e-6 if args.lr is None else args.lr)
 
 
 # ---- Optimizer and order: the same in dpo.py, kto.py and rloo.py -----
 
 def make_optimizer(policy, args) -> torch.optim.Optimizer:
     """AdamW. As in transformers, norms and biases do not decay. lr is set in the loop."""
-    trained = [weight for weight in policy.parameters() if weight.requires_grad]
-    decaying = {"params": [weight for weight in trained if weight.dim() > 1], "weight_decay": args.weight_decay}
-    others = {"params": [weight for weight in trained if weight.dim() <= 1], "weight_decay": 0.0}
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
+    decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
+    others = {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0}
     return torch.optim.AdamW([decaying, others], lr=0.0, fused=True)
 
 
@@ -830,23 +818,19 @@ def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
     run = {name: value for name, value in asdict(args).items() if name not in may_change}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
     run["weights"] = {name: checkpoint_digest(name) for name in sorted(models)}
-    run["functions"] = {spec: digest_of_file(spec.rpartition(":")[0]) for spec in functions if spec}
-    for name, rows in (("rows", train_rows), ("held-out rows", eval_rows)):
-        digest = hashlib.sha256()
-        for row in rows:
-            digest.update(repr(row).encode())
-        run[name] = digest.hexdigest()
+    run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
+    run["rows"] = digest_of(repr(row).encode() for row in train_rows)
+    run["held-out rows"] = digest_of(repr(row).encode() for row in eval_rows)
+    for file in (Path(__file__), HERE / "refcache.py"):
+        run[file.name] = digest_of([file.read_bytes()])
     return json.loads(json.dumps(run))  # tuples become lists
 
 
-def digest_of_file(path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def code_digests() -> dict[str, str]:
-    """Of this script and refcache.py."""
-    return {os.path.basename(file): digest_of_file(file) for file in (__file__, inspect.getfile(BadInput))}
+def digest_of(parts) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
@@ -876,8 +860,7 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
-        saved = {"step": step, "run": run, "log_sizes": log_sizes, "code": code_digests()}
-        write_whole(folder / "run.json", [json.dumps(saved).encode()])
+        write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
         tqdm.write(f"step {step}: checkpoint in {folder}")
         for older in out.glob("resume-*"):
             if older != folder:
@@ -890,14 +873,12 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     for file in out.glob("resume-*/run.json"):
         saved = max(saved, json.loads(file.read_text()), key=lambda checkpoint: checkpoint["step"])
     differing = [name for name in run if saved["run"].get(name) != run[name]]
-    if differing:
+    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    if len(differing) > len(code):
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}")
-        for name, digest in code_digests().items():
-            if saved["code"].get(name) != digest:
-                print(f"{name} has changed since step {saved['step']}")
+        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep=": ")
     if processes()[0] == 0:
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
@@ -919,12 +900,10 @@ def log(out: Path, values: dict, args):
 
 
 def speed(tokens: int, began: float) -> dict[str, float]:
-    """Of a step with so many tokens. memory_gb: the peak since the start."""
+    """Of a step. memory_gb: the peak since the start."""
     seconds = time.monotonic() - began
-    values = {"seconds": seconds, "tokens_per_second": tokens / seconds}
-    if torch.cuda.is_available():
-        values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
-    return values
+    memory = {"memory_gb": torch.cuda.max_memory_allocated() / 1e9} if torch.cuda.is_available() else {}
+    return {"seconds": seconds, "tokens_per_second": tokens / seconds} | memory
 
 
 def report(out: Path) -> list[dict]:
@@ -935,18 +914,18 @@ def report(out: Path) -> list[dict]:
     for name, after in last.items():
         if name.startswith("eval_"):
             print(f"{name:28} {first[name]:z7.3f} {after:z7.3f}")
-    answers = defaultdict(dict)  # prompt -> step -> answer
+    answers = defaultdict(dict)  # held-out prompt -> step -> its answer
     for line in map(json.loads, (out / "samples.jsonl").read_text().splitlines()):
         if line.get("held_out", True):
             answers[str(line["prompt"])][line["step"]] = line["completion"]
-    width = shutil.get_terminal_size().columns
     for prompt, by_step in list(answers.items())[:3]:
         texts = {"prompt": prompt, "before": by_step.get(first["step"]), "after": by_step.get(last["step"])}
-        print("", *(f"{name:6} {text!r}"[:width] for name, text in texts.items()), sep="\n")
+        for name, text in texts.items():
+            print(f"{name:6} {text!r}"[:shutil.get_terminal_size().columns])
     before, after = (values.get("eval_nll/chosen", 0.0) for values in (first, last))
     if after > before + 1:
-        print(f"chosen answers became less likely, {before:.1f} -> {after:.1f} nats per token: lower --lr or raise --beta")
-    print(f"all samples: {out / 'samples.jsonl'}; curves: python benchmarks/plot.py {out}")
+        print(f"Chosen answers became less likely, {before:.1f} -> {after:.1f} nats per token: lower --lr or raise --beta")
+    print(f"All answers: {out / 'samples.jsonl'}. Curves: python benchmarks/plot.py {out}")
     return history
 
 

@@ -53,7 +53,7 @@ class BadInput(ValueError):
     """Wrong usage, data or files. The message is one sentence: where, what is wrong, what to do."""
 
 
-class CannotShare(ValueError):
+class CannotShare(BadInput):
     """The completions of this model cannot share a prompt: its attention is not plain causal attention over one row."""
 
 
@@ -90,17 +90,14 @@ class ReferenceCache(Mapping):
         if path and Path(path).exists():
             self.load(path)
         missing = self.missing(groups)
-        digest = hash(tuple((prompt, *unknown) for prompt, _, unknown in missing))  # equal in all processes
+        digest = hash(tuple((prompt, *completions) for prompt, completions in missing))  # equal in all processes
         if len(set(all_gather(digest))) > 1:
             raise BadInput(f"the processes have different caches: do all of them read the same {path}?")
         if not missing:
             return 0
         if path:
-            try:
-                with lock_of(path):  # an error comes now, not after the forwards
-                    pass
-            except OSError as error:
-                raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
+            with lock_of(path):  # an error comes now, not after the forwards
+                pass
         model = load_model()
         try:
             self.score_missing(model, missing, tokens_per_forward, path=path)
@@ -108,34 +105,37 @@ class ReferenceCache(Mapping):
             del model
             gc.collect()
             torch.cuda.empty_cache()
-        return sum(len(unknown) for _, _, unknown in missing)
+        return sum(len(completions) for _, completions in missing)
 
     def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0):
         """Scores what is missing with `model`."""
         self.score_missing(model, self.missing(groups), tokens_per_forward, temperature)
 
-    def missing(self, groups: Groups) -> list[tuple[tuple, list, set]]:
-        """Each prompt of which something is not scored yet, its completions (each once), and the unscored ones."""
+    def missing(self, groups: Groups) -> Groups:
+        """What is not scored yet, all completions of a prompt together and each once."""
         merged: dict[tuple, dict] = {}  # a dict keeps the order of its keys
         for prompt, completions in groups:
             merged.setdefault(prompt, {}).update(dict.fromkeys(completions))
         missing = []
         for prompt, completions in merged.items():
-            unknown = {completion for completion in completions if (prompt, completion) not in self}
+            unknown = [completion for completion in completions if (prompt, completion) not in self]
             if unknown:
-                missing.append((prompt, list(completions), unknown))
+                missing.append((prompt, unknown))
         return missing
 
     @torch.no_grad()
-    def score_missing(self, model, missing: list, tokens_per_forward: int, temperature=1.0, path=None):
+    def score_missing(self, model, missing: Groups, tokens_per_forward: int, temperature=1.0, path=None):
         """Saves to `path` about every minute, at the end, and on an exception."""
         if unwrap_model(model) not in PROBED:
             enable_shared_prompts(model)  # before the groups are packed
         budget = tokens_per_forward if has_shared_prompts(model) else 0  # 0: one row per completion
-        todo = parts_of(missing, budget)
+        todo = []
+        for prompt, completions in missing:
+            for part in pack(list(map(len, completions)), budget - len(prompt)):
+                todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
         micros = [[todo[i] for i in indices] for indices, _ in batches]  # longest first: out of memory comes early
-        scores = ((micro, completion_logprobs(model, micro, tokens_per_forward, temperature)) for micro in micros)
+        scores = ((micro, completion_logprobs(model, micro, temperature=temperature)) for micro in micros)
         total = sum(map(count_tokens, micros))
         new = []
         save_at = time.monotonic() + 60
@@ -147,9 +147,8 @@ class ReferenceCache(Mapping):
                     self.add(entries)
                     progress.update(count_tokens(micro))
                     if path and time.monotonic() > save_at:
-                        began = time.monotonic()
                         self.save(path)
-                        save_at = time.monotonic() + max(60, 20 * (time.monotonic() - began))
+                        save_at = time.monotonic() + 60
         except BaseException:
             if path:
                 self.save(path)
@@ -181,8 +180,7 @@ class ReferenceCache(Mapping):
             for name, mine in self.header.items():
                 theirs = header.get(name)
                 if theirs != mine and name != "name":
-                    raise BadInput(f"it was made with {name} {theirs!r} ({header.get('name')}), "
-                                   f"but this run has {name} {mine!r} ({self.header.get('name')})")
+                    raise BadInput(f"it was made with {name} {theirs!r}, but this run has {name} {mine!r}")
             if hashlib.sha256(pickled).hexdigest() != header["sha256"]:
                 raise BadInput("its checksum does not match")
             table = load_builtins(pickled)
@@ -197,21 +195,8 @@ class ReferenceCache(Mapping):
         self.add(table.items())  # the job that saved first decides, so a resume finds the same numbers
 
 
-def parts_of(missing: list, budget: int) -> Groups:
-    """The unscored completions of each prompt, in parts of at most `budget` tokens. The parts do not depend on what is
-    scored, so a killed pass resumes with the remaining forwards."""
-    parts = []
-    for prompt, completions, unknown in missing:
-        lengths = [len(completion) for completion in completions]
-        for indices in pack(lengths, budget - len(prompt)):
-            part = [completions[i] for i in indices if completions[i] in unknown]
-            if part:
-                parts.append((prompt, part))
-    return parts
-
-
 def one_behind(items: Iterable) -> Iterator:
-    """Yields each item after the next one was begun: so the GPU computes while results are copied from it."""
+    """Yields each item when the next one has been made: the GPU computes one while the other is copied from it."""
     previous = []
     for item in items:
         yield from previous
@@ -219,8 +204,13 @@ def one_behind(items: Iterable) -> Iterator:
     yield from previous
 
 
-def lock_of(path) -> FileLock:
-    return FileLock(f"{os.path.realpath(path)}.lock")
+@contextmanager
+def lock_of(path):
+    try:
+        with FileLock(f"{os.path.realpath(path)}.lock"):
+            yield
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
 
 
 def stamp_of(path) -> tuple:
@@ -267,17 +257,15 @@ def entries_of(groups: Groups, logprobs: Ragged) -> list[tuple[bytes, dict[bytes
 
 class Swap:
     """The reference's weights in CPU memory. `with swap as model:` exchanges them with the policy's, in place, until
-    its end. Optimizer state and tied weights are unaffected. Without `reference` it is the policy as it is now. Only
-    weights that can differ are held: of a LoRA run the adapter, whose initial state (no adapter, or the SFT adapter) is
-    the reference. Raises BadInput if the models have different structures."""
+    its end. Without `reference` it is the policy as it is now. Only weights that can differ are held: of a LoRA run the
+    adapter, whose initial state is the reference. Raises BadInput if the models have different structures."""
 
     def __init__(self, policy, reference=None):
         reference = reference or policy
         mine, theirs = structure(policy), structure(reference)
         differing = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
         if differing:
-            raise BadInput(f"the reference cannot be swapped in, unlike the policy in {differing[0]}: choose live, or "
-                           "merge an adapter")
+            raise BadInput(f"the reference differs from the policy in {differing[0]}: choose live, or merge an adapter")
         self.policy = policy
         self.ours = {}  # name -> the policy's tensor, on its device
         self.theirs = {}  # name -> the reference's values, on the CPU
@@ -348,21 +336,19 @@ def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
 def structure(model) -> dict:
     """What two models must have in common to swap weights: shapes, and config fields that change log-probs."""
     cosmetic = {"_name_or_path", "architectures", "dtype", "initializer_range", "transformers_version", "use_cache"}
-    found = {}
-    for name, value in unwrap_model(model).config.to_dict().items():
-        if name not in cosmetic and "dropout" not in name and not name.endswith("token_id"):
-            found[name] = value
+    found = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
         if hasattr(module, "scaling"):  # of LoRA, and of attention
             found[f"{name}.scaling"] = str(module.scaling)
-    for name, tensor in model.state_dict().items():
-        found[name] = tensor.shape
+    for name, value in unwrap_model(model).config.to_dict().items():
+        if name not in cosmetic and "dropout" not in name and not name.endswith("token_id"):
+            found[name] = value
     return found
 
 
 def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384, temperature=1.0):
-    """log π_ref of these completions, as a mapping. `reference` is a ReferenceCache, which is returned as it is, None,
-    or a context manager that yields a model: a Swap, or nullcontext(model)."""
+    """log π_ref of these completions, as a mapping. `reference`: a ReferenceCache or None, returned as they are, or a
+    context manager that yields a model, such as a Swap."""
     if reference is None or isinstance(reference, ReferenceCache):
         return reference
     scored = ReferenceCache()
@@ -372,7 +358,7 @@ def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384, temp
 
 
 def checkpoint_digest(name: str) -> str:
-    """Identifies the weights of a folder or hub name: SHA-256 of config and safetensors, and of an adapter's base."""
+    """Identifies the weights of a folder or hub name: SHA-256 of config and safetensors, and an adapter's base."""
     patterns = ["*.json", "*model*.safetensors"]
     folder = Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=patterns))
     kind = "adapter_" if (folder / "adapter_config.json").exists() else ""
@@ -391,11 +377,11 @@ def checkpoint_digest(name: str) -> str:
 
 # ---- Log-probs -------------------------------------------------------
 
-def completion_logprobs(model, groups: Groups, tokens_per_forward=16384, temperature=1.0) -> Ragged:
+def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
 
-    Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result.
-    temperature divides the logits, as in sampling.
+    Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result;
+    by default there is one forward. temperature divides the logits, as in sampling.
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
     core = unwrap_model(model)
     check_groups(core, groups)
@@ -420,15 +406,14 @@ def completion_logprobs(model, groups: Groups, tokens_per_forward=16384, tempera
 def check_groups(core, groups: Groups):
     """Refuses what the model cannot score."""
     context = context_length(core.config)
-    vocabulary = core.get_input_embeddings().weight.shape[0]
+    vocabulary = len(core.get_input_embeddings().weight)
     for prompt, completions in groups:
         if not prompt or not completions or not all(completions):
             raise BadInput("a prompt or completion without tokens has no log-prob: leave it out")
         length = len(prompt) + max(map(len, completions))
-        highest = max(map(max, (prompt, *completions)))
-        if length > context or highest >= vocabulary:
-            raise BadInput(f"a row of {length} tokens with ids up to {highest} is outside the model: it has {context} "
-                           f"positions and {vocabulary} embeddings")
+        if length > context or max(map(max, (prompt, *completions))) >= vocabulary:
+            raise BadInput(f"a row of {length} tokens is outside the model, which has {context} positions and "
+                           f"{vocabulary} embeddings")
 
 
 def forward(core, groups: Groups, lay_out: Callable, temperature=1.0) -> Ragged:
@@ -443,7 +428,7 @@ def _flat_logprobs(core, inputs: dict, sources, targets, temperature: float) -> 
     decoder = core.get_decoder()
     outputs = decoder(**inputs, use_cache=False)
     hidden = outputs[0].flatten(0, 1).index_select(0, sources)  # (N, H): only positions that predict
-    outputs = replace(outputs, last_hidden_state=None)
+    outputs = replace(outputs, last_hidden_state=None)  # frees the others
 
     def token_logprobs(hidden, targets):
         """(n, H), (n,) -> (n,). What follows the decoder (head, scale, softcap) is the model's own code."""
@@ -459,37 +444,37 @@ def _flat_logprobs(core, inputs: dict, sources, targets, temperature: float) -> 
     chunk_size = max(1, budget // (4 * len(core.get_input_embeddings().weight)))
     if len(hidden) <= chunk_size:
         return token_logprobs(hidden, targets)
-    inside = set(decoder.modules())
-    outer = [module for module in core.modules() if module not in inside]
-    weights = [weight for module in outer for weight in module.parameters(recurse=False) if weight.requires_grad]
+    outside = set(core.modules()) - set(decoder.modules())
+    weights = [weight for module in outside for weight in module.parameters(recurse=False) if weight.requires_grad]
     return InChunks.apply(token_logprobs, chunk_size, hidden, targets, *weights)
 
 
 class InChunks(torch.autograd.Function):
-    """token_logprobs of a few rows at a time. The backward computes the logits of each chunk again, and sums the
-    gradients of the weights in float32: in bfloat16, 200 chunks would have five times the error of one."""
+    """token_logprobs of a few rows at a time: the backward computes the logits of each chunk again. It sums the
+    gradients of the weights in float32: in bfloat16 200 chunks have five times the rounding error of one."""
 
     @staticmethod
     def forward(ctx, token_logprobs, chunk_size, hidden, targets, *weights):
-        ctx.token_logprobs, ctx.chunk_size = token_logprobs, chunk_size
-        ctx.save_for_backward(hidden, targets, *weights)
+        ctx.token_logprobs, ctx.chunk_size, ctx.weights = token_logprobs, chunk_size, weights
+        ctx.save_for_backward(hidden, targets)
         chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
         return torch.cat([token_logprobs(*chunk) for chunk in chunks])
 
     @staticmethod
     def backward(ctx, grad):
-        hidden, targets, *weights = ctx.saved_tensors
+        hidden, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+        sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.weights]
         for start in range(0, len(hidden), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
             with torch.enable_grad():
                 chunk = hidden[rows].detach().requires_grad_()
                 logprobs = ctx.token_logprobs(chunk, targets[rows])
-            grad_hidden[rows], *grads = torch.autograd.grad(logprobs, (chunk, *weights), grad[rows])
+            inputs = (chunk, *ctx.weights)
+            grad_hidden[rows], *grads = torch.autograd.grad(logprobs, inputs, grad[rows], materialize_grads=True)
             for total, part in zip(sums, grads):
                 total += part
-        return None, None, grad_hidden, None, *(total.to(weight.dtype) for total, weight in zip(sums, weights))
+        return None, None, grad_hidden, None, *(total.to(weight.dtype) for total, weight in zip(sums, ctx.weights))
 
 
 def count_tokens(groups: Groups) -> int:
@@ -527,18 +512,17 @@ def check_agreement(difference: float, dtype: str):
     if dtype == "bfloat16":
         limit = 1e-2 if processes()[1] == 1 else 3e-2  # other batches round differently
     if not difference < limit:
-        raise BadInput(f"policy and reference are one model but differ by {difference:.2g} nats per token: the cache is "
-                       "another model's (delete it), or forwards are inexact (try --dtype float32)")
+        raise BadInput(f"policy and reference differ by {difference:.2g} nats per token: the cache is another model's "
+                       "(delete it), or forwards are inexact (try --dtype float32)")
 
 
 def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=1) -> list[tuple[list[int], int]]:
     """This process's forwards of at most tokens_per_forward tokens, longest first (a longer group goes alone): indices
     of groups, and 1. FSDP needs equally many forwards in all processes: one without work runs group 0, counted 0 times.
     """
-    if has_shared_prompts(model):
-        rows = None
-        lengths = [len(prompt) + sum(map(len, completions)) for prompt, completions in groups]
-    else:
+    rows = None
+    lengths = [count_tokens([group]) for group in groups]
+    if not has_shared_prompts(model):
         rows = [len(completions) for _, completions in groups]
         lengths = [len(prompt) + max(map(len, completions)) for prompt, completions in groups]
     batches = divide_batches(partial(pack, lengths, rows=rows), tokens_per_forward, rank, ranks)
@@ -560,11 +544,11 @@ def pack(lengths: list[int], budget: int, rows: list[int] | None = None) -> list
     """Indices of items in batches of at most `budget` tokens, longest first. An item is a segment of a flat row or,
     with `rows`, that many rows, padded to the longest row of their batch."""
     batches = []
-    load = math.inf  # tokens in the last batch
+    load = 0  # tokens in the last batch
     longest = 0  # the first item of a batch is its longest
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         size = rows[i] * longest if rows else lengths[i]
-        if load + size > budget:
+        if not batches or load + size > budget:
             batches.append([])
             load = 0
             longest = lengths[i]
@@ -581,7 +565,7 @@ def unwrap_model(model):
 
 @contextmanager
 def eval_mode(model):
-    """Outside training steps: no dropout, and no gradient checkpointing, which would ignore a key-value cache."""
+    """Without dropout and gradient checkpointing, which would ignore a key-value cache."""
     before = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -604,40 +588,22 @@ def context_length(config) -> float:
 
 
 def progress_bar(*items, **options) -> tqdm:
-    """tqdm. Bars within another one leave no line; without a terminal there is a line every 30 s."""
-    if not sys.stderr.isatty():
-        options |= {"file": Lines(), "mininterval": 30, "maxinterval": 30, "delay": 30}
-    return tqdm(*items, leave=None, **options)
-
-
-class Lines:
-    """A file for tqdm, where each state of a bar is a line."""
-
-    def write(self, text):
-        if text.strip():
-            print(text.strip(), file=sys.stderr)
-
-    def flush(self):
-        sys.stderr.flush()
-
-
-def out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)  # on a CPU
+    """tqdm. Bars within another one leave no line; without a terminal there is an update every 30 s."""
+    seconds = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=max(seconds, 10), **options)
 
 
 def one_line(error: BaseException) -> str:
     """An error message for use within another."""
     text = " ".join(str(error).split())[:200]
-    if isinstance(error, (BadInput, CannotShare)):
-        return text
-    return f"{type(error).__name__} {text}"
+    return text if isinstance(error, BadInput) else f"{type(error).__name__} {text}"
 
 
 # ---- Several processes (torchrun): FSDP2 splits the weights ----------
 
 @contextmanager
 def process_group():
-    """Joins the processes of torchrun, and leaves them at the end. A decorator, too."""
+    """Joins the processes of torchrun, and leaves them at the end."""
     warnings.filterwarnings("ignore", "torch.distributed is")
     was_there = dist.is_initialized()
     if "RANK" in os.environ and not was_there:
@@ -656,8 +622,8 @@ def processes() -> tuple[int, int]:
 
 def shard(model, device: str, dtype="float32"):
     """Splits the weights over the processes, layer by layer (FSDP2), also over a single one: with dtype "bfloat16" each
-    layer computes in a bfloat16 copy, while the weights of the optimizer and the sums of gradients stay float32.
-    Gradients are sums over the processes, not means: divide a loss by the global batch size."""
+    layer computes in a bfloat16 copy, while the optimizer's weights and the sums of gradients stay float32.
+    Gradients are sums over the processes: divide a loss by the global batch size."""
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
@@ -695,7 +661,7 @@ def barrier():
 
 
 def all_gather(mine) -> list:
-    """All-gather of a Python object: the list of all processes' `mine`, by rank."""
+    """The list of all processes' `mine`, any Python object, by rank."""
     everyone = [mine] * processes()[1]
     if dist.is_initialized():
         dist.all_gather_object(everyone, mine)
@@ -710,7 +676,7 @@ def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a sharded one. All processes must call this together."""
+    """Of a sharded tensor. All processes must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -722,37 +688,31 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 # ---- What a model can do: found out once, when it is loaded ----------
 
 def enable_shared_prompts(model) -> bool:
-    """Switches this model's attention so that completions share their prompt, if that is exact. Prints the result.
-    Called once per model, by completion_logprobs if not by you. Raises BadInput for a model whose log-probs cannot be
-    computed here."""
+    """Switches this model's attention so that completions share their prompt, if that is exact, and prints the result.
+    completion_logprobs calls it if you did not. Raises BadInput for a model whose log-probs cannot be computed here."""
     core = unwrap_model(model)
     name = type(core).__name__.removeprefix("FSDP")
     own_attention = attention_without_sharing(core)
     core.set_attn_implementation(own_attention)
-    problem = problem_of(check_padded, core)
-    if problem:
-        raise BadInput(f"{name} is not supported: {problem}")
-    problem = problem_of(switch_attention, core)
-    if problem:
+    is_supported = False
+    problem = ""
+    try:
+        with torch.no_grad(), eval_mode(core):
+            check_padded(core)
+            is_supported = True
+            switch_attention(core)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # no such keyword, no sdpa, another mask
+        if isinstance(core, FSDPModule):
+            core.reset_iter_state()  # the error interrupted a forward
         core.set_attn_implementation(own_attention)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        problem = one_line(error)
+        if not is_supported:
+            raise BadInput(f"{name} is not supported: {problem}") from error
     print(f"{name}: " + (f"padded rows: {problem}" if problem else "completions share their prompt"))
     PROBED.add(core)
     return not problem
-
-
-def problem_of(check: Callable, core) -> str:
-    """What this check, or the model in it, raises: no such keyword, no sdpa, another mask, .."""
-    try:
-        with torch.no_grad(), eval_mode(core):
-            check(core)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(core, FSDPModule):
-            core.reset_iter_state()  # the error interrupted a forward
-        if out_of_memory(error):
-            core.set_attn_implementation(attention_without_sharing(core))
-            raise
-        return one_line(error)
-    return ""
 
 
 def attention_without_sharing(core) -> str:
@@ -807,7 +767,7 @@ def probe(core, lay_out: Callable, cut=False) -> tuple[float, torch.dtype]:
 
 def shared_prompt_attention(module, query, key, value, attention_mask, spans=None, sliding_window=None, **kwargs):
     """Attention over a flat row: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D).
-    A span is the queries of one completion (a group's first: of prompt + completion). Its keys: [prompt ; own]."""
+    A span is the queries of one completion (the first: of prompt + completion). Its keys: [prompt ; own]."""
     if spans is None:  # an ordinary batch, as in generate()
         return sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
     if attention_mask is not None and not sliding_window:
@@ -835,8 +795,8 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
 
 
 def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
-    """transformers' mask. The ones of lay_out_shared (stride 0) are not searched for zeros, which would wait for the
-    GPU, and windows make no (T, T) mask."""
+    """transformers' mask, but the ones of lay_out_shared (stride 0) are not searched for zeros, which would wait for
+    the GPU, and windows make no (T, T) mask."""
     ones = attention_mask is not None and attention_mask.stride(-1) == 0
     if ones and local_size:
         return attention_mask[:, None, None]  # (1, 1, 1, T): a layer that is not told its window is refused
@@ -844,7 +804,7 @@ def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
 
 
 def one_kernel_serves(query, value) -> bool:
-    """Whether one varlen_attn call can serve all spans. On CUDA a loop over spans is bound by kernel launches."""
+    """Whether one varlen_attn call can serve all spans. A loop over them is bound by kernel launches on CUDA."""
     size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
             and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
@@ -892,7 +852,7 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
 
 
 def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """The same as an ordinary right-padded batch, a row per completion: exact for every causal model."""
+    """The same as a right-padded batch, a row per completion: exact for every causal model."""
     rows = [torch.tensor(prompt + y) for prompt, completions in groups for y in completions]
     ids = to_device(pad_sequence(rows, batch_first=True, padding_value=-1), device)
     sources, targets = [], []
