@@ -155,7 +155,7 @@ def test_fill_keeps_no_reference_to_the_model(cycle):
 
 
 def test_at_most_9_bytes_per_token_in_memory_and_on_disk(path, monkeypatch):
-    def random_logprobs(model, groups, *_):
+    def random_logprobs(model, groups, *_, **__):
         return [[torch.rand(len(y)) for y in completions] for _, completions in groups]
     monkeypatch.setattr(refcache, "completion_logprobs", random_logprobs)
     model = load_model()
@@ -240,9 +240,9 @@ def test_long_pass_saves_once_a_minute_or_as_often_as_costs_a_twentieth(path, mo
     now, saves = [0], []
     score = refcache.completion_logprobs
 
-    def forward(*inputs):
+    def forward(*inputs, **options):
         now[0] += 20
-        return score(*inputs)
+        return score(*inputs, **options)
 
     def save(self, path):
         now[0] += seconds

@@ -429,7 +429,7 @@ def test_sparse_attention_is_exact_while_a_row_has_no_more_tokens_than_it_keeps(
 
 @pytest.mark.parametrize("groups, words", [
     ([((), [(5,)])], "without tokens"), ([(P, [()])], "without tokens"), ([(P, [])], "without tokens"),
-    ([((5, 97), [(5,)])], "ids up to 97"), ([(P, [(5,), (97,)])], "ids up to 97"),
+    ([((5, 97), [(5,)])], "97 embeddings"), ([(P, [(5,), (97,)])], "97 embeddings"),
     ([(P * 36, [(5,) * 4, (5,) * 5])], "257 tokens")])
 def test_group_outside_the_model_is_refused(groups, words):
     with pytest.raises(BadInput, match=words):

@@ -130,7 +130,7 @@ def test_reference_that_is_built_differently_is_refused(other, changes):
     policy = make("llama")
     reference = make(other, **changes)
     for models in ((policy, reference), (reference, policy)):
-        with pytest.raises(BadInput, match="unlike the policy"):
+        with pytest.raises(BadInput, match="policy in"):
             Swap(*models)
 
 
