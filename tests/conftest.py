@@ -17,6 +17,11 @@ def pytest_configure(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def pytest_collection_modifyitems(items):
+    """Tests that fork come first: training in bfloat16 starts threads, and a fork of a process with threads may hang."""
+    items.sort(key=lambda item: item.path.name not in ("test_processes.py", "test_resume.py"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def each_model_is_loaded_and_probed_once():
     """A run of three steps would spend most of its time on loading and probing the same tiny model twice. Only the
