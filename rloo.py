@@ -864,7 +864,7 @@ def load_function(spec: str) -> Callable:
 def resolve(args, new_tokens: int = 0):
     """Checks flags, and fills in those that depend on others. new_tokens: sampled after each row."""
     if args.model is None and args.data is None:
-        args = replace(args, **{name: value for name, value in DEMO.items() if not vars(args)[name]})
+        args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
         raise BadInput("give both --model and --data, or neither for the demo")
@@ -884,7 +884,7 @@ def resolve(args, new_tokens: int = 0):
     if dtype == "auto":
         dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     return replace(args, dtype=dtype, max_length=min(args.max_length, context - new_tokens),
-                   ref_model=args.ref_model or args.model, lr=args.lr or 1e-6)
+                   ref_model=args.ref_model or args.model, lr=1e-6 if args.lr is None else args.lr)
 
 
 # ---- Optimizer and order: the same in dpo.py, kto.py and rloo.py -----

@@ -139,9 +139,9 @@ def test_wrong_flags_are_refused_by_the_parser(flags):
 @EACH
 def test_demo_is_found_from_every_folder_and_keeps_the_flags_that_are_given(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    args = SCRIPTS[script].resolve(SCRIPTS[script].Args(lr=0.5), "cpu")
+    args = SCRIPTS[script].resolve(SCRIPTS[script].Args(lr=0.5))
     assert args.lr == 0.5 and Path(args.model).is_dir() and Path(args.data).exists() and Path(args.eval_data).exists()
-    assert SCRIPTS[script].resolve(SCRIPTS[script].Args(), "cpu").lr != SCRIPTS[script].Args().lr
+    assert SCRIPTS[script].resolve(SCRIPTS[script].Args()).lr != SCRIPTS[script].Args().lr
 
 
 @pytest.mark.slow
