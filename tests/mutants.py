@@ -141,7 +141,7 @@ EQUIVALENT = {}  # text -> why nothing can notice
 
 def tests(folder: str, *names) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *names,
-               "--ignore=tests/test_scripts.py", "--ignore=tests/test_change_it.py"]  # they compare texts
+               "--ignore=tests/test_scripts.py", "--ignore=tests/test_changes.py"]  # they compare texts
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, env=environment, timeout=300)
