@@ -114,6 +114,14 @@ def run(name, **flags):
     return changed(name).main(args), args
 
 
+@cache
+def model_with_many_ends():
+    """Its samples have different lengths."""
+    model = build("llama", TINY)
+    model.generation_config.eos_token_id = list(range(0, len(TOKENIZER), 5))
+    return save(model, "many ends")
+
+
 # ---- Pairs -----------------------------------------------------------
 
 @pytest.mark.parametrize("name, formula, flags", [
@@ -153,7 +161,7 @@ def test_aot_compares_the_sorted_batch_under_any_micro_batching(monkeypatch, los
 
 
 def test_iterative_dpo_trains_on_the_best_and_the_worst_answer_of_the_reference(monkeypatch):
-    module, drawn, frozen = changed("iterative_dpo"), [], load()
+    module, drawn, prompts, frozen = changed("iterative_dpo"), [], [], load(model_with_many_ends())
     generate, spec = module.generate, arguments("rloo").reward[0]
 
     def rate(ids):
@@ -166,16 +174,20 @@ def test_iterative_dpo_trains_on_the_best_and_the_worst_answer_of_the_reference(
         return drawn[-1]
 
     def slow_loss(policy, rows, *_):
+        prompts.append([row.prompt for row in rows])
         extremes = [[max(four), min(four)] for four in zip(*[iter(rate(drawn[-1]))] * 4)]
         for row in rows:
             assert rate([row.chosen, row.rejected]) in extremes
-            assert all(y[-1] == 3 or len(y) == 6 for y in (row.chosen, row.rejected))
+            assert all(y in drawn[-1] if len(y) == 6 and y[-1] != 3 else y[:-1] in drawn[-1] for y in row[1:3])
         return of_pairs(plain, frozen)(policy, rows)
 
     monkeypatch.setattr(module, "generate", spy)
     losses = watch(monkeypatch, "iterative_dpo", slow_loss)
-    run("iterative_dpo", beta=0.3, max_new_tokens=6, sync_reference=2, score=spec)
+    flags = dict(model=model_with_many_ends(), max_new_tokens=6, sync_reference=2)
+    _, args = run("iterative_dpo", beta=0.3, score=spec, **flags)
     assert [abs(loss - log(2)) < 1e-5 for loss, _ in losses] == [True, False, True] and len(drawn) == 2
+    rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args())
+    assert prompts == [[row.prompt for row in dpo.batch_rows(step, rows, 3, 0)] for step in (1, 2, 3)]
 
 
 def test_ema_saves_the_average():
@@ -199,7 +211,7 @@ def test_reward_model_learns_from_pairs_and_scores_in_rloo(monkeypatch):
         return sum(map(dpo_loss, margins)) / len(rows)
 
     losses = watch(monkeypatch, "reward_model", slow_loss)
-    history, args = run("reward_model", beta=1.0)
+    _, args = run("reward_model")
     judge = rloo.RewardModel(f"{args.out}/model", "cpu", rloo.Args())
     rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args())
     prompts, answers = ([row.columns[name] for row in rows] for name in ("prompt", "chosen"))
@@ -220,8 +232,8 @@ def test_sft_is_the_mean_over_the_tokens_of_good_rows(monkeypatch, tmp_path):
         return -logps.sum() / len(logps)
 
     losses = watch(monkeypatch, "sft", slow_loss)
-    history, args = run("sft")
-    assert len(losses) == 3 and history[0]["eval_loss"] > 1
+    _, args = run("sft")
+    assert len(losses) == 3
     assert [row.columns["completion"] for row in changed("sft").load_rows(args.data, TOKENIZER, args)] == good
     assert len(changed("sft").load_rows(str(tmp_path / "rows.jsonl"), TOKENIZER, args)) == len(rows) > len(good)
 
@@ -229,14 +241,6 @@ def test_sft_is_the_mean_over_the_tokens_of_good_rows(monkeypatch, tmp_path):
 # ---- Samples ---------------------------------------------------------
 
 SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0.0]])  # one scored sample; a tie
-
-
-@cache
-def model_with_many_ends():
-    """Its samples have different lengths."""
-    model = build("llama", TINY)
-    model.generation_config.eos_token_id = list(range(0, len(TOKENIZER), 5))
-    return save(model, "many ends")
 
 
 def watch_samples(monkeypatch, name, formula, beta):
@@ -308,5 +312,4 @@ def test_value_baseline(monkeypatch):
     run("value_baseline", model=model_with_many_ends(), beta=0.3, **SIZES)
     assert len(losses) == len(critic_losses) == 6 and critic_losses[-1] < critic_losses[0]
     monkeypatch.undo()
-    history, _ = run("value_baseline", k=1, steps=1)
-    assert history[1]["loss/critic"] > 0
+    run("value_baseline", k=1, steps=1)
