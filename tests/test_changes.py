@@ -253,7 +253,7 @@ def watch_samples(monkeypatch, name, formula, beta):
         if len(prompts) != 4:
             return samples  # of an evaluation
         noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
-        samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # as if of another sampler
+        samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # of another sampler
         for (prompt, ys), logps in zip(samples.groups, samples.logps):
             known[prompt] = [SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=logp(policy, prompt, y).detach(),
                                              ref=logp(reference, prompt, y).detach()) for y, sampler in zip(ys, logps)]
