@@ -266,9 +266,12 @@ def main(args: Args) -> list[dict]:
     if args.ref == "cache":
         reference = ReferenceCache(name=args.ref_model, reference=run["weights"][args.ref_model], dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
-        rows = rows_of_run(steps, train_rows, batch_size, args.seed) + eval_rows
-        scored = reference.fill(lambda: load_model(args.ref_model, device, args), groups(rows) + other_groups(rows),
-                                args.tokens_per_forward, path)  # frees the reference model
+        rows = train_rows
+        if 0 < steps * batch_size < len(train_rows):  # the run needs fewer
+            rows = batch_rows(1, train_rows, batch_size, args.seed, n_steps=steps)
+        needed = groups(rows + eval_rows) + other_groups(rows + eval_rows)
+        scored = reference.fill(lambda: load_model(args.ref_model, device, args), needed, args.tokens_per_forward,
+                                path)  # frees the reference model
         print(f"reference: {scored} completions scored, all are in {path}")
     if steps == 0:
         return []
@@ -288,16 +291,15 @@ def main(args: Args) -> list[dict]:
         log(out, values, args)
 
     window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
-    ref_logps = reference  # a cache has the log-probs of all steps
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
-        place = (step - 1) % window
-        if args.ref in ("swap", "live") and (place == 0 or step == last_step + 1):  # a resumed run: its whole window
-            steps_ahead = range(step - place, min(step - place + window, steps + 1))
-            rows_ahead = [row for n in steps_ahead for row in batch_rows(n, train_rows, batch_size, args.seed)]
+        first = step - (step - 1) % window
+        if step in (first, last_step + 1):  # a resumed run scores its whole window again; a cache has all steps
+            n_steps = min(window, steps + 1 - first)
+            rows_ahead = batch_rows(first, train_rows, batch_size, args.seed, n_steps)
             needed = groups(rows_ahead) + other_groups(rows_ahead)
             ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward)
         values = {"step": step}
@@ -764,20 +766,14 @@ def order_of_epoch(epoch: int, n_rows: int, seed: int) -> list[int]:
     return generator(seed, "order", epoch).permutation(n_rows).tolist()
 
 
-def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of a step. Each epoch is a new permutation of all rows."""
+def batch_rows(step: int, rows: list, batch_size: int, seed: int, n_steps: int = 1) -> list:
+    """The rows of a step, or of n_steps. Each epoch is a new permutation of all rows."""
     batch = []
-    for position in range((step - 1) * batch_size, step * batch_size):
+    start = (step - 1) * batch_size
+    for position in range(start, start + n_steps * batch_size):
         epoch, place = divmod(position, len(rows))
         batch.append(rows[order_of_epoch(epoch, len(rows), seed)[place]])
     return batch
-
-
-def rows_of_run(steps: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of steps 1 to `steps`, or all rows if there are no steps."""
-    if steps == 0 or steps * batch_size >= len(rows):
-        return rows
-    return [row for step in range(1, steps + 1) for row in batch_rows(step, rows, batch_size, seed)]
 
 
 def learning_rate(step: int, steps: int, args) -> float:

@@ -892,20 +892,14 @@ def order_of_epoch(epoch: int, n_rows: int, seed: int) -> list[int]:
     return generator(seed, "order", epoch).permutation(n_rows).tolist()
 
 
-def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of a step. Each epoch is a new permutation of all rows."""
+def batch_rows(step: int, rows: list, batch_size: int, seed: int, n_steps: int = 1) -> list:
+    """The rows of a step, or of n_steps. Each epoch is a new permutation of all rows."""
     batch = []
-    for position in range((step - 1) * batch_size, step * batch_size):
+    start = (step - 1) * batch_size
+    for position in range(start, start + n_steps * batch_size):
         epoch, place = divmod(position, len(rows))
         batch.append(rows[order_of_epoch(epoch, len(rows), seed)[place]])
     return batch
-
-
-def rows_of_run(steps: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of steps 1 to `steps`, or all rows if there are no steps."""
-    if steps == 0 or steps * batch_size >= len(rows):
-        return rows
-    return [row for step in range(1, steps + 1) for row in batch_rows(step, rows, batch_size, seed)]
 
 
 def learning_rate(step: int, steps: int, args) -> float:
