@@ -939,14 +939,10 @@ def save_model(model, tokenizer, folder: Path):
 
 
 if __name__ == "__main__":
-    stderr = sys.stderr
-    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process speaks
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process prints
+        sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
     except (BadInput, torch.OutOfMemoryError) as error:
         advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        print(f"{Path(__file__).name}: {error}{advice}", file=stderr)
-        sys.exit(2)
-    finally:
-        sys.stderr = stderr  # for the traceback of any process
+        sys.exit(f"{Path(__file__).name}: {error}{advice}")

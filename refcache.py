@@ -588,9 +588,9 @@ def context_length(config) -> float:
 
 
 def progress_bar(*items, **options) -> tqdm:
-    """tqdm. Bars within another one leave no line; without a terminal there is an update every 30 s."""
+    """tqdm, of the first process. Bars within another one leave no line; without a terminal they move every 30 s."""
     seconds = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=max(seconds, 10), **options)
+    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=30, disable=processes()[0] > 0, **options)
 
 
 def one_line(error: BaseException) -> str:
