@@ -798,34 +798,30 @@ def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
     run["weights"] = {name: checkpoint_digest(name) for name in sorted(models)}
     run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
-    run["rows"] = digest_of(repr(row).encode() for row in train_rows)
-    run["held-out rows"] = digest_of(repr(row).encode() for row in eval_rows)
-    for file in (Path(__file__), HERE / "refcache.py"):
-        run[file.name] = digest_of([file.read_bytes()])
+    run["rows"] = digest_of(train_rows)
+    run["held-out rows"] = digest_of(eval_rows)
+    run["code"] = digest_of([Path(__file__).read_bytes(), (HERE / "refcache.py").read_bytes()])
     return json.loads(json.dumps(run))  # tuples become lists
 
 
-def digest_of(parts) -> str:
+def digest_of(items: list) -> str:
     digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
+    for item in items:
+        digest.update(repr(item).encode())
     return digest.hexdigest()
 
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     """What a step changes in place: weights that train, and their optimizer state. Creates that by a step with lr 0."""
-    for weight in policy.parameters():
-        if weight.requires_grad:
-            weight.grad = torch.zeros_like(weight)
+    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
-    tensors = {}
-    for name, weight in policy.named_parameters():  # tied weights once
-        if weight.requires_grad:
-            tensors[name] = weight.detach()
-            for key, value in optimizer.state[weight].items():
-                tensors[f"optimizer.{name}.{key}"] = value.zero_()
-    return tensors
+    state = {name: weight.detach() for name, weight in weights.items()}
+    for name, weight in weights.items():
+        state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
+    return state
 
 
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
@@ -852,12 +848,11 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     for file in out.glob("resume-*/run.json"):
         saved = max(saved, json.loads(file.read_text()), key=lambda checkpoint: checkpoint["step"])
     differing = [name for name in run if saved["run"].get(name) != run[name]]
-    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
-    if len(differing) > len(code):
+    if differing not in ([], ["code"]):
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep=": ")
+        print(f"resumes after step {saved['step']}" + (", with other code" if differing else ""))
     if processes()[0] == 0:
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
