@@ -837,11 +837,8 @@ def optional(package: str):
 def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function."""
     file, _, name = spec.rpartition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    functions = runpy.run_path(file) if file else {}  # unlike import, it allows two files of one name
-    if name not in functions:
-        raise BadInput(f"{spec} is not FILE.py:FUNCTION")
-    return functions[name]
+    sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
+    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 
 
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
@@ -1025,23 +1022,21 @@ def speed(tokens: int, began: float) -> dict[str, float]:
 
 def report(out: Path) -> list[dict]:
     """Prints held-out metrics and three answers, before and after. Returns the lines of metrics.jsonl."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
     first, last = history[0], history[-1]
     print(f"{'held out':29} before   after")
     for name, after in last.items():
         if name.startswith("eval_"):
             print(f"{name:28} {first[name]:z7.3f} {after:z7.3f}")
-    answers = defaultdict(dict)  # held-out prompt -> step -> its answer
-    for line in map(json.loads, (out / "samples.jsonl").read_text().splitlines()):
-        if line.get("held_out", True):
-            answers[str(line["prompt"])][line["step"]] = line["completion"]
-    for prompt, by_step in list(answers.items())[:3]:
-        texts = {"prompt": prompt, "before": by_step.get(first["step"]), "after": by_step.get(last["step"])}
+    held_out = [line for line in samples if line.get("held_out", True)]
+    before, after = ([line for line in held_out if line["step"] == step] for step in (0, last["step"]))
+    for old, new in list(zip(before, after))[:3]:
+        texts = {"prompt": new["prompt"], "before": old["completion"], "after": new["completion"]}
         for name, text in texts.items():
             print(f"{name:6} {text!r}"[:shutil.get_terminal_size().columns])
-    before, after = (values.get("eval_nll/chosen", 0.0) for values in (first, last))
-    if after > before + 1:
-        print(f"Chosen answers became less likely, {before:.1f} -> {after:.1f} nats per token: lower --lr or raise --beta")
+    old, new = (values.get("eval_nll/chosen", 0.0) for values in (first, last))
+    if new > old + 1:
+        print(f"Chosen answers became less likely, {old:.1f} -> {new:.1f} nats per token: lower --lr or raise --beta")
     print(f"All answers: {out / 'samples.jsonl'}. Curves: python benchmarks/plot.py {out}")
     return history
 
@@ -1052,7 +1047,6 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
-        shutil.rmtree(hidden, ignore_errors=True)
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
