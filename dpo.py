@@ -298,8 +298,6 @@ def main(args: Args) -> list[dict]:
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].chosen), sep="|")
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
-    if args.score:
-        load_function(args.score)  # an error comes now
     run = describe_run(train_rows, eval_rows, [args.score], args)
 
     # The reference comes first, so that memory never holds both models.
@@ -698,27 +696,20 @@ def load_function(spec: str) -> Callable:
 def resolve(args, new_tokens: int = 0):
     """Checks flags, and fills in those that depend on others. new_tokens: sampled after each row."""
     if args.model is None and args.data is None:
-        args = replace(args, **{name: value for name, value in DEMO.items() if not vars(args)[name]})
+        args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
         raise BadInput("give both --model and --data, or neither for the demo")
     moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
     if len(moves) > 1 or (moves and args.ref != "swap"):
         raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
-    config = AutoConfig.from_pretrained(base_of(args.model))
-    if args.lora_r:
-        if base_of(args.model) != args.model:
-            raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
-        with torch.device("meta"):  # without weights: a wrong --lora_target is seen now
-            add_adapter(AutoModelForCausalLM.from_config(config), None, True, args)
-    context = context_length(config)
-    if args.max_new_tokens >= context:
-        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt: the context is {context}")
-    dtype = args.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    return replace(args, dtype=dtype, max_length=min(args.max_length, context - new_tokens),
-                   ref_model=args.ref_model or args.model, lr=args.lr or 1e-6)
+    if args.lora_r and base_of(args.model) != args.model:
+        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+    if args.dtype == "auto":
+        args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
+    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
+                   lr=1e-6 if args.lr is None else args.lr)
 
 
 # ---- Optimizer and order: the same in dpo.py, kto.py and rloo.py -----
