@@ -197,8 +197,8 @@ def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, s
 def metrics(batch: Batch, args: Args) -> dict[str, torch.Tensor]:
     """The loss and other values of every pair, (B,) each."""
     flags = {name: vars(args)[name] for name in ("beta", "label_smoothing", "simpo_gamma", "rpo_eta")}
-    weights = args.loss_weights or [1.0] * len(args.loss)
-    loss = sum(weight * preference_loss(name, *batch, **flags) for name, weight in zip(args.loss, weights))
+    weighted_losses = zip(args.loss, args.loss_weights or [1.0] * len(args.loss), strict=True)
+    loss = sum(weight * preference_loss(name, *batch, **flags) for name, weight in weighted_losses)
     ratio_w, ratio_l = batch.ratio_w, batch.ratio_l
     if args.loss == ("simpo",):  # its reward is per token
         ratio_w, ratio_l = ratio_w / batch.len_w, ratio_l / batch.len_l
@@ -272,23 +272,13 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 
 # ---- Training --------------------------------------------------------
 
-def check_losses(args: Args) -> Args:
-    """Refuses values at which a loss is not defined. Losses without a reference get none."""
-    if len(args.loss_weights) not in (0, len(args.loss)):
-        raise BadInput("give one of --loss_weights per --loss")
-    eps = args.label_smoothing
-    if ("exo_pair" in args.loss and not 0 < eps < 1) or ("robust" in args.loss and not eps < 0.5):
-        raise BadInput("--label_smoothing must be above 0 for exo_pair, such as 0.001, and below 0.5 for robust")
-    if set(args.loss) <= NO_REFERENCE:
-        return replace(args, ref="none", sync_reference=None, humanline=None)
-    return args
-
-
 @process_group()
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    args = resolve(check_losses(args))
+    if set(args.loss) <= NO_REFERENCE:
+        args = replace(args, ref="none")
+    args = resolve(args)
     out = Path(args.out)
     lock = lock_folder(out, args)
 
