@@ -95,21 +95,14 @@ class ReferenceCache(Mapping):
             raise BadInput(f"the processes have different caches: do all of them read the same {path}?")
         if not missing:
             return 0
-        if path:
-            with lock_of(path):  # an error comes now, not after the forwards
-                pass
         model = load_model()
         try:
-            self.score_missing(model, missing, tokens_per_forward, path=path)
+            self.score(model, missing, tokens_per_forward, path=path)
         finally:
             del model
             gc.collect()
             torch.cuda.empty_cache()
         return sum(len(completions) for _, completions in missing)
-
-    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0):
-        """Scores what is missing with `model`."""
-        self.score_missing(model, self.missing(groups), tokens_per_forward, temperature)
 
     def missing(self, groups: Groups) -> Groups:
         """What is not scored yet, all completions of a prompt together and each once."""
@@ -124,13 +117,13 @@ class ReferenceCache(Mapping):
         return missing
 
     @torch.no_grad()
-    def score_missing(self, model, missing: Groups, tokens_per_forward: int, temperature=1.0, path=None):
-        """Saves to `path` about every minute, at the end, and on an exception."""
+    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
+        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an exception."""
         if unwrap_model(model) not in PROBED:
             enable_shared_prompts(model)  # before the groups are packed
         budget = tokens_per_forward if has_shared_prompts(model) else 0  # 0: one row per completion
         todo = []
-        for prompt, completions in missing:
+        for prompt, completions in self.missing(groups):
             for part in pack(list(map(len, completions)), budget - len(prompt)):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
@@ -149,14 +142,11 @@ class ReferenceCache(Mapping):
                     if path and time.monotonic() > save_at:
                         self.save(path)
                         save_at = time.monotonic() + 60
-        except BaseException:
+        finally:
             if path:
-                self.save(path)
-            raise
+                self.save(path)  # each process its part: save keeps what the others saved
         for theirs in all_gather(new):
             self.add(theirs)
-        if path and processes()[0] == 0:
-            self.save(path)
 
     def add(self, entries):
         for prompt, scored in entries:
