@@ -154,7 +154,7 @@ class ReferenceCache(Mapping):
 
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
-        with lock_of(path):
+        with FileLock(f"{os.path.realpath(path)}.lock"):
             if Path(path).exists() and stamp_of(path) != self.stamp:
                 self.load(path)
             table = pickle.dumps(self.table, protocol=4)
@@ -192,15 +192,6 @@ def one_behind(items: Iterable) -> Iterator:
         yield from previous
         previous = [item]
     yield from previous
-
-
-@contextmanager
-def lock_of(path):
-    try:
-        with FileLock(f"{os.path.realpath(path)}.lock"):
-            yield
-    except OSError as error:
-        raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
 
 
 def stamp_of(path) -> tuple:
@@ -679,7 +670,9 @@ def enable_shared_prompts(model) -> bool:
     completion_logprobs calls it if you did not. Raises BadInput for a model whose log-probs cannot be computed here."""
     core = unwrap_model(model)
     name = type(core).__name__.removeprefix("FSDP")
-    own_attention = attention_without_sharing(core)
+    own_attention = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
+    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
+        own_attention = "eager"  # transformers 5.17 lets sdpa drop the softcap silently
     core.set_attn_implementation(own_attention)
     is_supported = False
     problem = ""
@@ -700,14 +693,6 @@ def enable_shared_prompts(model) -> bool:
     print(f"{name}: " + (f"padded rows: {problem}" if problem else "completions share their prompt"))
     PROBED.add(core)
     return not problem
-
-
-def attention_without_sharing(core) -> str:
-    """The name of the model's own attention."""
-    name = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
-    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
-        name = name.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
-    return name
 
 
 def check_padded(core):
