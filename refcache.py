@@ -197,7 +197,7 @@ def one_behind(items: Iterable) -> Iterator:
 def stamp_of(path) -> tuple:
     """Changes when a file is replaced."""
     stat = os.stat(path)
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def load_builtins(data: bytes) -> dict:
@@ -252,12 +252,14 @@ class Swap:
         self.theirs = {}  # name -> the reference's values, on the CPU
         reference_weights = reference.state_dict()
         weights = policy.state_dict(keep_vars=True)
-        unique = {id(tensor): name for name, tensor in weights.items()}  # tied weights once
-        for name in unique.values():
-            tensor = weights[name]
-            if any(all_gather(can_differ(tensor, reference_weights[name]))):
+        unique = {id(tensor): (name, tensor) for name, tensor in weights.items()}  # tied weights once
+        for name, tensor in unique.values():
+            values = local(tensor)
+            is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+            can_differ = not is_frozen or not torch.equal(values, local(reference_weights[name]).to(values))
+            if any(all_gather(can_differ)):
                 self.ours[name] = tensor.detach()
-                self.theirs[name] = torch.empty_like(local(tensor), device="cpu", pin_memory=tensor.is_cuda)
+                self.theirs[name] = torch.empty_like(values, device="cpu", pin_memory=tensor.is_cuda)
         copy(reference_weights, self.theirs)
 
     def __enter__(self):
@@ -295,12 +297,6 @@ class Swap:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]):
         copy(state, self.theirs)
-
-
-def can_differ(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Whether a swap must copy this weight: it trains, is a buffer, or differs although it does not train."""
-    frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-    return not frozen or not torch.equal(local(tensor), local(reference).to(local(tensor)))
 
 
 @torch.no_grad()
@@ -544,13 +540,12 @@ def unwrap_model(model):
 @contextmanager
 def eval_mode(model):
     """Without dropout and gradient checkpointing, which would ignore a key-value cache."""
-    before = {module: module.training for module in model.modules()}
+    was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        for module, training in before.items():
-            module.training = training
+        model.train(was_training)
 
 
 def context_length(config) -> float:
@@ -672,7 +667,7 @@ def enable_shared_prompts(model) -> bool:
     name = type(core).__name__.removeprefix("FSDP")
     own_attention = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
     if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
-        own_attention = "eager"  # transformers 5.17 lets sdpa drop the softcap silently
+        own_attention = own_attention.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
     core.set_attn_implementation(own_attention)
     is_supported = False
     problem = ""
@@ -788,8 +783,9 @@ AttentionMaskInterface.register(SHARED, shared_prompt_mask)
 
 def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
     """Copies a CPU tensor, to a GPU without waiting for its kernels."""
-    on_gpu = torch.device(device).type == "cuda"
-    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:
