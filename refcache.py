@@ -95,21 +95,14 @@ class ReferenceCache(Mapping):
             raise BadInput(f"the processes have different caches: do all of them read the same {path}?")
         if not missing:
             return 0
-        if path:
-            with lock_of(path):  # an error comes now, not after the forwards
-                pass
         model = load_model()
         try:
-            self.score_missing(model, missing, tokens_per_forward, path=path)
+            self.score(model, missing, tokens_per_forward, path=path)
         finally:
             del model
             gc.collect()
             torch.cuda.empty_cache()
         return sum(len(completions) for _, completions in missing)
-
-    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0):
-        """Scores what is missing with `model`."""
-        self.score_missing(model, self.missing(groups), tokens_per_forward, temperature)
 
     def missing(self, groups: Groups) -> Groups:
         """What is not scored yet, all completions of a prompt together and each once."""
@@ -124,13 +117,13 @@ class ReferenceCache(Mapping):
         return missing
 
     @torch.no_grad()
-    def score_missing(self, model, missing: Groups, tokens_per_forward: int, temperature=1.0, path=None):
-        """Saves to `path` about every minute, at the end, and on an exception."""
+    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
+        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an exception."""
         if unwrap_model(model) not in PROBED:
             enable_shared_prompts(model)  # before the groups are packed
         budget = tokens_per_forward if has_shared_prompts(model) else 0  # 0: one row per completion
         todo = []
-        for prompt, completions in missing:
+        for prompt, completions in self.missing(groups):
             for part in pack(list(map(len, completions)), budget - len(prompt)):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
@@ -149,14 +142,11 @@ class ReferenceCache(Mapping):
                     if path and time.monotonic() > save_at:
                         self.save(path)
                         save_at = time.monotonic() + 60
-        except BaseException:
+        finally:
             if path:
-                self.save(path)
-            raise
+                self.save(path)  # each process its part: save keeps what the others saved
         for theirs in all_gather(new):
             self.add(theirs)
-        if path and processes()[0] == 0:
-            self.save(path)
 
     def add(self, entries):
         for prompt, scored in entries:
@@ -164,7 +154,7 @@ class ReferenceCache(Mapping):
 
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
-        with lock_of(path):
+        with FileLock(f"{os.path.realpath(path)}.lock"):
             if Path(path).exists() and stamp_of(path) != self.stamp:
                 self.load(path)
             table = pickle.dumps(self.table, protocol=4)
@@ -204,19 +194,10 @@ def one_behind(items: Iterable) -> Iterator:
     yield from previous
 
 
-@contextmanager
-def lock_of(path):
-    try:
-        with FileLock(f"{os.path.realpath(path)}.lock"):
-            yield
-    except OSError as error:
-        raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
-
-
 def stamp_of(path) -> tuple:
     """Changes when a file is replaced."""
     stat = os.stat(path)
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def load_builtins(data: bytes) -> dict:
@@ -271,12 +252,14 @@ class Swap:
         self.theirs = {}  # name -> the reference's values, on the CPU
         reference_weights = reference.state_dict()
         weights = policy.state_dict(keep_vars=True)
-        unique = {id(tensor): name for name, tensor in weights.items()}  # tied weights once
-        for name in unique.values():
-            tensor = weights[name]
-            if any(all_gather(can_differ(tensor, reference_weights[name]))):
+        unique = {id(tensor): (name, tensor) for name, tensor in weights.items()}  # tied weights once
+        for name, tensor in unique.values():
+            values = local(tensor)
+            is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+            can_differ = not is_frozen or not torch.equal(values, local(reference_weights[name]).to(values))
+            if any(all_gather(can_differ)):
                 self.ours[name] = tensor.detach()
-                self.theirs[name] = torch.empty_like(local(tensor), device="cpu", pin_memory=tensor.is_cuda)
+                self.theirs[name] = torch.empty_like(values, device="cpu", pin_memory=tensor.is_cuda)
         copy(reference_weights, self.theirs)
 
     def __enter__(self):
@@ -314,12 +297,6 @@ class Swap:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]):
         copy(state, self.theirs)
-
-
-def can_differ(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Whether a swap must copy this weight: it trains, is a buffer, or differs although it does not train."""
-    frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-    return not frozen or not torch.equal(local(tensor), local(reference).to(local(tensor)))
 
 
 @torch.no_grad()
@@ -377,21 +354,19 @@ def checkpoint_digest(name: str) -> str:
 
 # ---- Log-probs -------------------------------------------------------
 
-def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temperature=1.0) -> Ragged:
+def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
 
-    Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result;
-    by default there is one forward. temperature divides the logits, as in sampling.
+    One forward, differentiable. temperature divides the logits, as in sampling.
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
     core = unwrap_model(model)
     check_groups(core, groups)
     if core not in PROBED:
         enable_shared_prompts(model)
-    results = {}
+    if not has_shared_prompts(core):
+        return forward(core, groups, lay_out_padded, temperature)
     try:
-        for indices, _ in micro_batches(model, groups, tokens_per_forward):
-            lay_out = lay_out_shared if has_shared_prompts(core) else lay_out_padded
-            results.update(zip(indices, forward(core, [groups[i] for i in indices], lay_out, temperature)))
+        return forward(core, groups, lay_out_shared, temperature)
     except CannotShare as error:  # seen only in rows longer than the probe's
         if processes()[1] > 1:  # the others would wait for the forward that failed here
             raise BadInput(f"{one_line(error)}: this model cannot be split over processes") from error
@@ -399,8 +374,7 @@ def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temp
             core.reset_iter_state()  # the error interrupted a forward
         core.set_attn_implementation("sdpa")
         tqdm.write(f"{type(core).__name__}: padded rows from now on, because {error}")
-        return completion_logprobs(model, groups, tokens_per_forward, temperature)
-    return [results[i] for i in range(len(groups))]
+        return forward(core, groups, lay_out_padded, temperature)
 
 
 def check_groups(core, groups: Groups):
@@ -566,13 +540,12 @@ def unwrap_model(model):
 @contextmanager
 def eval_mode(model):
     """Without dropout and gradient checkpointing, which would ignore a key-value cache."""
-    before = {module: module.training for module in model.modules()}
+    was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        for module, training in before.items():
-            module.training = training
+        model.train(was_training)
 
 
 def context_length(config) -> float:
@@ -588,9 +561,9 @@ def context_length(config) -> float:
 
 
 def progress_bar(*items, **options) -> tqdm:
-    """tqdm. Bars within another one leave no line; without a terminal there is an update every 30 s."""
+    """tqdm, of the first process. Bars within another one leave no line; without a terminal they move every 30 s."""
     seconds = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=max(seconds, 10), **options)
+    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=30, disable=processes()[0] > 0, **options)
 
 
 def one_line(error: BaseException) -> str:
@@ -692,7 +665,9 @@ def enable_shared_prompts(model) -> bool:
     completion_logprobs calls it if you did not. Raises BadInput for a model whose log-probs cannot be computed here."""
     core = unwrap_model(model)
     name = type(core).__name__.removeprefix("FSDP")
-    own_attention = attention_without_sharing(core)
+    own_attention = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
+    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
+        own_attention = own_attention.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
     core.set_attn_implementation(own_attention)
     is_supported = False
     problem = ""
@@ -713,14 +688,6 @@ def enable_shared_prompts(model) -> bool:
     print(f"{name}: " + (f"padded rows: {problem}" if problem else "completions share their prompt"))
     PROBED.add(core)
     return not problem
-
-
-def attention_without_sharing(core) -> str:
-    """The name of the model's own attention."""
-    name = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
-    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
-        name = name.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
-    return name
 
 
 def check_padded(core):
@@ -816,8 +783,9 @@ AttentionMaskInterface.register(SHARED, shared_prompt_mask)
 
 def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
     """Copies a CPU tensor, to a GPU without waiting for its kernels."""
-    on_gpu = torch.device(device).type == "cuda"
-    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:

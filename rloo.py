@@ -777,9 +777,6 @@ def load_model(name: str, device: str, args, trains: bool = False):
     model.eval().to(device)
     if trains_all:
         model.float()
-    elif not is_sharded:
-        for weight in model.parameters():  # an adapter's are float32
-            weight.data = weight.data.to(getattr(torch, args.dtype))
     if trains and args.gradient_checkpointing:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
@@ -810,11 +807,12 @@ def add_adapter(model, folder: str | None, trains: bool, args):
         raise BadInput(f"{folder} changes more than weights ({config.peft_type}): merge it, or choose another")
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
-        if name.endswith(tuple(config.modules_to_save or ())):
+        if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains)
+        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                              autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
@@ -837,11 +835,8 @@ def optional(package: str):
 def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function."""
     file, _, name = spec.rpartition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    functions = runpy.run_path(file) if file else {}  # unlike import, it allows two files of one name
-    if name not in functions:
-        raise BadInput(f"{spec} is not FILE.py:FUNCTION")
-    return functions[name]
+    sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
+    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 
 
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
@@ -849,27 +844,20 @@ def load_function(spec: str) -> Callable:
 def resolve(args, new_tokens: int = 0):
     """Checks flags, and fills in those that depend on others. new_tokens: sampled after each row."""
     if args.model is None and args.data is None:
-        args = replace(args, **{name: value for name, value in DEMO.items() if not vars(args)[name]})
+        args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
         raise BadInput("give both --model and --data, or neither for the demo")
     moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
     if len(moves) > 1 or (moves and args.ref != "swap"):
         raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
-    config = AutoConfig.from_pretrained(base_of(args.model))
-    if args.lora_r:
-        if base_of(args.model) != args.model:
-            raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
-        with torch.device("meta"):  # without weights: a wrong --lora_target is seen now
-            add_adapter(AutoModelForCausalLM.from_config(config), None, True, args)
-    context = context_length(config)
-    if args.max_new_tokens >= context:
-        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt: the context is {context}")
-    dtype = args.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    return replace(args, dtype=dtype, max_length=min(args.max_length, context - new_tokens),
-                   ref_model=args.ref_model or args.model, lr=args.lr or 1e-6)
+    if args.lora_r and base_of(args.model) != args.model:
+        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+    if args.dtype == "auto":
+        args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
+    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
+                   lr=1e-6 if args.lr is None else args.lr)
 
 
 # ---- Optimizer and order: the same in dpo.py, kto.py and rloo.py -----
@@ -892,20 +880,14 @@ def order_of_epoch(epoch: int, n_rows: int, seed: int) -> list[int]:
     return generator(seed, "order", epoch).permutation(n_rows).tolist()
 
 
-def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of a step. Each epoch is a new permutation of all rows."""
+def batch_rows(step: int, rows: list, batch_size: int, seed: int, n_steps: int = 1) -> list:
+    """The rows of a step, or of n_steps. Each epoch is a new permutation of all rows."""
     batch = []
-    for position in range((step - 1) * batch_size, step * batch_size):
+    start = (step - 1) * batch_size
+    for position in range(start, start + n_steps * batch_size):
         epoch, place = divmod(position, len(rows))
         batch.append(rows[order_of_epoch(epoch, len(rows), seed)[place]])
     return batch
-
-
-def rows_of_run(steps: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of steps 1 to `steps`, or all rows if there are no steps."""
-    if steps == 0 or steps * batch_size >= len(rows):
-        return rows
-    return [row for step in range(1, steps + 1) for row in batch_rows(step, rows, batch_size, seed)]
 
 
 def learning_rate(step: int, steps: int, args) -> float:
@@ -947,34 +929,30 @@ def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
     run["weights"] = {name: checkpoint_digest(name) for name in sorted(models)}
     run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
-    run["rows"] = digest_of(repr(row).encode() for row in train_rows)
-    run["held-out rows"] = digest_of(repr(row).encode() for row in eval_rows)
-    for file in (Path(__file__), HERE / "refcache.py"):
-        run[file.name] = digest_of([file.read_bytes()])
+    run["rows"] = digest_of(train_rows)
+    run["held-out rows"] = digest_of(eval_rows)
+    run["code"] = digest_of([Path(__file__).read_bytes(), (HERE / "refcache.py").read_bytes()])
     return json.loads(json.dumps(run))  # tuples become lists
 
 
-def digest_of(parts) -> str:
+def digest_of(items: list) -> str:
     digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
+    for item in items:
+        digest.update(repr(item).encode())
     return digest.hexdigest()
 
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     """What a step changes in place: weights that train, and their optimizer state. Creates that by a step with lr 0."""
-    for weight in policy.parameters():
-        if weight.requires_grad:
-            weight.grad = torch.zeros_like(weight)
+    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
-    tensors = {}
-    for name, weight in policy.named_parameters():  # tied weights once
-        if weight.requires_grad:
-            tensors[name] = weight.detach()
-            for key, value in optimizer.state[weight].items():
-                tensors[f"optimizer.{name}.{key}"] = value.zero_()
-    return tensors
+    state = {name: weight.detach() for name, weight in weights.items()}
+    for name, weight in weights.items():
+        state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
+    return state
 
 
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
@@ -1001,12 +979,11 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     for file in out.glob("resume-*/run.json"):
         saved = max(saved, json.loads(file.read_text()), key=lambda checkpoint: checkpoint["step"])
     differing = [name for name in run if saved["run"].get(name) != run[name]]
-    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
-    if len(differing) > len(code):
+    if differing not in ([], ["code"]):
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep=": ")
+        print(f"resumes after step {saved['step']}" + (", with other code" if differing else ""))
     if processes()[0] == 0:
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
@@ -1036,23 +1013,21 @@ def speed(tokens: int, began: float) -> dict[str, float]:
 
 def report(out: Path) -> list[dict]:
     """Prints held-out metrics and three answers, before and after. Returns the lines of metrics.jsonl."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
     first, last = history[0], history[-1]
     print(f"{'held out':29} before   after")
     for name, after in last.items():
         if name.startswith("eval_"):
             print(f"{name:28} {first[name]:z7.3f} {after:z7.3f}")
-    answers = defaultdict(dict)  # held-out prompt -> step -> its answer
-    for line in map(json.loads, (out / "samples.jsonl").read_text().splitlines()):
-        if line.get("held_out", True):
-            answers[str(line["prompt"])][line["step"]] = line["completion"]
-    for prompt, by_step in list(answers.items())[:3]:
-        texts = {"prompt": prompt, "before": by_step.get(first["step"]), "after": by_step.get(last["step"])}
+    held_out = [line for line in samples if line.get("held_out", True)]
+    before, after = ([line for line in held_out if line["step"] == step] for step in (0, last["step"]))
+    for old, new in list(zip(before, after))[:3]:
+        texts = {"prompt": new["prompt"], "before": old["completion"], "after": new["completion"]}
         for name, text in texts.items():
             print(f"{name:6} {text!r}"[:shutil.get_terminal_size().columns])
-    before, after = (values.get("eval_nll/chosen", 0.0) for values in (first, last))
-    if after > before + 1:
-        print(f"Chosen answers became less likely, {before:.1f} -> {after:.1f} nats per token: lower --lr or raise --beta")
+    old, new = (values.get("eval_nll/chosen", 0.0) for values in (first, last))
+    if new > old + 1:
+        print(f"Chosen answers became less likely, {old:.1f} -> {new:.1f} nats per token: lower --lr or raise --beta")
     print(f"All answers: {out / 'samples.jsonl'}. Curves: python benchmarks/plot.py {out}")
     return history
 
@@ -1063,7 +1038,6 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
-        shutil.rmtree(hidden, ignore_errors=True)
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
@@ -1071,14 +1045,10 @@ def save_model(model, tokenizer, folder: Path):
 
 
 if __name__ == "__main__":
-    stderr = sys.stderr
-    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process speaks
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process prints
+        sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
     except (BadInput, torch.OutOfMemoryError) as error:
         advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        print(f"{Path(__file__).name}: {error}{advice}", file=stderr)
-        sys.exit(2)
-    finally:
-        sys.stderr = stderr  # for the traceback of any process
+        sys.exit(f"{Path(__file__).name}: {error}{advice}")
