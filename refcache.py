@@ -95,6 +95,9 @@ class ReferenceCache(Mapping):
             raise BadInput(f"the processes have different caches: do all of them read the same {path}?")
         if not missing:
             return 0
+        if path:
+            with FileLock(f"{os.path.realpath(path)}.lock"):  # an error comes now, not after the forwards
+                pass
         model = load_model()
         try:
             self.score(model, missing, tokens_per_forward, path=path)
@@ -354,19 +357,21 @@ def checkpoint_digest(name: str) -> str:
 
 # ---- Log-probs -------------------------------------------------------
 
-def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
+def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
 
-    One forward, differentiable. temperature divides the logits, as in sampling.
+    Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result.
+    temperature divides the logits, as in sampling.
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
     core = unwrap_model(model)
     check_groups(core, groups)
     if core not in PROBED:
         enable_shared_prompts(model)
-    if not has_shared_prompts(core):
-        return forward(core, groups, lay_out_padded, temperature)
+    results = {}
     try:
-        return forward(core, groups, lay_out_shared, temperature)
+        for indices, _ in micro_batches(model, groups, tokens_per_forward):
+            lay_out = lay_out_shared if has_shared_prompts(core) else lay_out_padded
+            results.update(zip(indices, forward(core, [groups[i] for i in indices], lay_out, temperature)))
     except CannotShare as error:  # seen only in rows longer than the probe's
         if processes()[1] > 1:  # the others would wait for the forward that failed here
             raise BadInput(f"{one_line(error)}: this model cannot be split over processes") from error
@@ -374,7 +379,8 @@ def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
             core.reset_iter_state()  # the error interrupted a forward
         core.set_attn_implementation("sdpa")
         tqdm.write(f"{type(core).__name__}: padded rows from now on, because {error}")
-        return forward(core, groups, lay_out_padded, temperature)
+        return completion_logprobs(model, groups, tokens_per_forward, temperature)
+    return [results[i] for i in range(len(groups))]
 
 
 def check_groups(core, groups: Groups):
