@@ -851,11 +851,17 @@ def resolve(args, new_tokens: int = 0):
     moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
     if len(moves) > 1 or (moves and args.ref != "swap"):
         raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
-    if args.lora_r and base_of(args.model) != args.model:
-        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+    config = AutoConfig.from_pretrained(base_of(args.model))
+    if args.lora_r:
+        if base_of(args.model) != args.model:
+            raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+        with torch.device("meta"):  # without weights: a wrong --lora_target is seen now
+            add_adapter(AutoModelForCausalLM.from_config(config), None, True, args)
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
-    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    context = context_length(config)
+    if args.max_new_tokens >= context:
+        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt: the context is {context}")
     return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
                    lr=1e-6 if args.lr is None else args.lr)
 
@@ -1051,4 +1057,5 @@ if __name__ == "__main__":
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
     except (BadInput, torch.OutOfMemoryError) as error:
         advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        sys.exit(f"{Path(__file__).name}: {error}{advice}")
+        print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
+        sys.exit(2)
