@@ -48,7 +48,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -355,9 +355,7 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         if isinstance(prompts[0], list):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
-        if scores is None or len(scores) != len(lines):
-            raise BadInput(f"{args.score} gave {scores} for {len(lines)} completions: is a return missing?")
-        lines = [line | {"score": score} for line, score in zip(lines, scores)]
+        lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
         means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
     append(out / "samples.jsonl", lines)
     return means
@@ -777,16 +775,12 @@ def lock_folder(out: Path, args) -> FileLock:
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
     lock = FileLock(out / ".lock", timeout=0)
-    if processes()[0] != 0:
-        return lock
-    try:
-        lock.acquire()
-    except Timeout:
-        raise BadInput(f"another run writes into {out}: name another --out") from None
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    write_whole(out / "args.json", [json.dumps(asdict(args) | versions, indent=1).encode()])
-    if args.wandb:
-        optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
+    if processes()[0] == 0:
+        lock.acquire()  # an error, if another run writes there
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        write_whole(out / "args.json", [json.dumps(asdict(args) | versions, indent=1).encode()])
+        if args.wandb:
+            optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
     return lock
 
 
