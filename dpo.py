@@ -70,9 +70,6 @@ DEMO = dict(
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
 NO_REFERENCE = {"simpo", "sft"}
-Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-               "apo_zero", "apo_down", "discopop", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl",
-               "simpo", "sft"]
 
 
 @dataclass
@@ -97,7 +94,7 @@ class Args:
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
     lora_target: str = "all-linear"  # or layer names (q_proj,v_proj), or a regular expression
 
-    loss: tuple[Loss, ...] = ("sigmoid",)  # sigmoid is DPO; several are summed
+    loss: tuple[str, ...] = ("sigmoid",)  # cases of preference_loss: sigmoid is DPO; several are summed
     loss_weights: tuple[float, ...] = ()  # one per loss; empty: all 1
     beta: float = 0.1  # strength of the KL penalty; sigmoid_norm needs about 5, simpo 2
     label_smoothing: float = 0.0  # assumed fraction of flipped labels, for sigmoid (cDPO), robust, exo_pair (> 0)
