@@ -7,8 +7,8 @@ Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation
     python dpo.py  # the demo: offline, under a minute
     python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen  # your model, your data
 
-The reference π_ref is frozen: its log-probs are computed once, before the policy is loaded, and kept in a file. A killed
-run resumes if the same command is given again.
+The reference π_ref is frozen: its log-probs are computed once, before the policy is loaded, and kept in a file.
+A killed run resumes if the same command is given again.
 
 Data      rows `prompt, chosen, rejected`, or `chosen, rejected` with a common beginning; strings or chat messages:
           {"prompt": [{"role": "user", "content": "2 + 2?"}],
@@ -590,7 +590,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
 
 
 def stop_tokens(core, tokenizer) -> list[int]:
-    """The ids that end a completion, of tokenizer and model."""
+    """The ids that end a completion."""
     stops = core.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]
     return sorted({tokenizer.eos_token_id, *stops} - {None})
@@ -653,9 +653,7 @@ def load_reference(policy, device: str, args):
     """The reference as a context manager that yields a model: --ref live or swap."""
     if args.ref == "live":
         return nullcontext(load_model(args.ref_model, device, args))
-    if args.ref_model == args.model:
-        return Swap(policy)  # the policy as it is now
-    return Swap(policy, load_model(args.ref_model, "cpu", args))
+    return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
 def optional(package: str):
