@@ -19,9 +19,9 @@ Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `pr
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
           difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/*: log π(y|x) | nll/chosen: −log π(y|x) per token | logratio: |ρ| per token | grad_norm: before clipping |
-          learning_rate | seconds, tokens_per_second, memory_gb: on CUDA, peak | eval_*: of held-out rows | eval_score:
-          mean of --score
+          logps/*: log π(y|x) | nll/chosen: −log π(y|x) per token | logratio: |ρ| per token | grad_norm: before
+          clipping | learning_rate | seconds | tokens_per_second | memory_gb: peak on CUDA | eval_*: of held-out rows |
+          eval_score: mean of --score
 """
 import csv
 import hashlib
@@ -48,11 +48,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
@@ -110,7 +109,7 @@ class Args:
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA. What trains is float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA; what trains: float32
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
 
@@ -355,9 +354,7 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         if isinstance(prompts[0], list):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
-        if scores is None or len(scores) != len(lines):
-            raise BadInput(f"{args.score} gave {scores} for {len(lines)} completions: is a return missing?")
-        lines = [line | {"score": score} for line, score in zip(lines, scores)]
+        lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
         means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
     append(out / "samples.jsonl", lines)
     return means
@@ -371,13 +368,11 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(policy.device)
     own_config = core.generation_config
     core.generation_config = GenerationConfig()  # generate() would take its repetition_penalty, min_p, ..
-    try:
-        with unsharded(policy):
-            rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
-                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0,
-                                 synced_gpus=processes()[1] > 1)
-    finally:
-        core.generation_config = own_config
+    with unsharded(policy):
+        rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
+                             max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0,
+                             synced_gpus=processes()[1] > 1)
+    core.generation_config = own_config
     return [tuple(takewhile(lambda token: token not in stops, row)) for row in rows[:, ids.shape[1]:].tolist()]
 
 
@@ -625,7 +620,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
 
 
 def stop_tokens(core, tokenizer) -> list[int]:
-    """The ids that end a completion, of tokenizer and model."""
+    """The ids that end a completion."""
     stops = core.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]
     return sorted({tokenizer.eos_token_id, *stops} - {None})
@@ -667,9 +662,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     peft = optional("peft")
     if folder is None:
-        is_list = re.fullmatch(r"\w+(,\w+)*", args.lora_target)
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
-                                 target_modules=args.lora_target.split(",") if is_list else args.lora_target)
+        names = args.lora_target.split(",") if re.fullmatch(r"\w+(,\w+)*", args.lora_target) else args.lora_target
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules=names,
+                                 task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
@@ -688,9 +683,7 @@ def load_reference(policy, device: str, args):
     """The reference as a context manager that yields a model: --ref live or swap."""
     if args.ref == "live":
         return nullcontext(load_model(args.ref_model, device, args))
-    if args.ref_model == args.model:
-        return Swap(policy)  # the policy as it is now
-    return Swap(policy, load_model(args.ref_model, "cpu", args))
+    return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
 def optional(package: str):
@@ -783,26 +776,22 @@ def lock_folder(out: Path, args) -> FileLock:
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
     lock = FileLock(out / ".lock", timeout=0)
-    if processes()[0] != 0:
-        return lock
-    try:
-        lock.acquire()
-    except Timeout:
-        raise BadInput(f"another run writes into {out}: name another --out") from None
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    write_whole(out / "args.json", [json.dumps(asdict(args) | versions, indent=1).encode()])
-    if args.wandb:
-        optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
+    if processes()[0] == 0:
+        lock.acquire()  # an error, if another run writes there
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        write_whole(out / "args.json", [json.dumps(asdict(args) | versions, indent=1).encode()])
+        if args.wandb:
+            optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
     return lock
 
 
 def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """What a run and its checkpoint must have in common. functions: of other files, as FILE.py:FUNCTION."""
+    """What a run and its checkpoint must have in common. functions: FILE.py:FUNCTION"""
     may_change = ("out ref_cache save_every model_every eval_every samples wandb tokens_per_forward rollout_tokens "
                   "gradient_checkpointing").split()
     run = {name: value for name, value in asdict(args).items() if name not in may_change}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
-    run["weights"] = {name: checkpoint_digest(name) for name in sorted(models)}
+    run["weights"] = {name: checkpoint_digest(name) for name in models}
     run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
     run["rows"] = digest_of(train_rows)
     run["held-out rows"] = digest_of(eval_rows)
@@ -818,7 +807,7 @@ def digest_of(items: list) -> str:
 
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
-    """What a step changes in place: weights that train, and their optimizer state. Creates that by a step with lr 0."""
+    """What a step changes in place: weights that train, and their optimizer state, created by a step with lr 0."""
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
     for weight in weights.values():
         weight.grad = torch.zeros_like(weight)
@@ -842,7 +831,6 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
         write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
-        tqdm.write(f"step {step}: checkpoint in {folder}")
         for older in out.glob("resume-*"):
             if older != folder:
                 shutil.rmtree(older)
@@ -850,9 +838,9 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0."""
-    saved = {"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)}
-    for file in out.glob("resume-*/run.json"):
-        saved = max(saved, json.loads(file.read_text()), key=lambda checkpoint: checkpoint["step"])
+    checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
+    checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
+    saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
     differing = [name for name in run if saved["run"].get(name) != run[name]]
     if differing not in ([], ["code"]):
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")

@@ -85,8 +85,8 @@ class ReferenceCache(Mapping):
 
     def fill(self, load_model: Callable, groups: Groups, tokens_per_forward=16384, path=None) -> int:
         """Scores what is neither in this cache nor in the file at `path`, and saves it there. Returns the number of
-        completions scored. `load_model()` is called only if something is missing, and must keep no reference to its
-        model: the model is freed before this method returns."""
+        completions scored. `load_model()` is called only if something is missing. Its model is freed before this
+        method returns."""
         if path and Path(path).exists():
             self.load(path)
         missing = self.missing(groups)
