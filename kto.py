@@ -48,7 +48,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -368,11 +368,13 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(policy.device)
     own_config = core.generation_config
     core.generation_config = GenerationConfig()  # generate() would take its repetition_penalty, min_p, ..
-    with unsharded(policy):
-        rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
-                             max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0,
-                             synced_gpus=processes()[1] > 1)
-    core.generation_config = own_config
+    try:
+        with unsharded(policy):
+            rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
+                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0,
+                                 synced_gpus=processes()[1] > 1)
+    finally:
+        core.generation_config = own_config
     return [tuple(takewhile(lambda token: token not in stops, row)) for row in rows[:, ids.shape[1]:].tolist()]
 
 
@@ -777,7 +779,10 @@ def lock_folder(out: Path, args) -> FileLock:
         raise BadInput(f"{out} holds a finished run: name another --out")
     lock = FileLock(out / ".lock", timeout=0)
     if processes()[0] == 0:
-        lock.acquire()  # an error, if another run writes there
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BadInput(f"another run writes into {out}: name another --out") from None
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         write_whole(out / "args.json", [json.dumps(asdict(args) | versions, indent=1).encode()])
         if args.wandb:
@@ -795,7 +800,8 @@ def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
     run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
     run["rows"] = digest_of(train_rows)
     run["held-out rows"] = digest_of(eval_rows)
-    run["code"] = digest_of([Path(__file__).read_bytes(), (HERE / "refcache.py").read_bytes()])
+    for file in (Path(__file__), HERE / "refcache.py"):
+        run[file.name] = digest_of([file.read_bytes()])
     return json.loads(json.dumps(run))  # tuples become lists
 
 
@@ -842,11 +848,12 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
     saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
     differing = [name for name in run if saved["run"].get(name) != run[name]]
-    if differing not in ([], ["code"]):
+    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    if differing != code:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}" + (", with other code" if differing else ""))
+        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
     if processes()[0] == 0:
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
