@@ -11,8 +11,7 @@ The reference π_ref is frozen: its log-probs are computed once, before the poli
 A killed run resumes if the same command is given again.
 
 Data      rows `prompt, chosen, rejected`, or `chosen, rejected` with a common beginning; strings or chat messages:
-          {"prompt": [{"role": "user", "content": "2 + 2?"}],
-           "chosen": [{"role": "assistant", "content": "4"}], "rejected": [{"role": "assistant", "content": "5"}]}
+          {"prompt": [{"role": "user", "content": "2 + 2?"}], "chosen": [{"role": "assistant", "content": "4"}], ..}
 Shapes    B pairs in a batch; (B,) per pair. w: the chosen answer y_w; l: the rejected one, y_l.
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref) of an answer (simpo alone: per token) |
           rewards/margins: their difference | rewards/accuracies: fraction of pairs where it is > 0, ties count 1/2 |
@@ -80,7 +79,7 @@ class Args:
     as_chat: bool = False  # strings become messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
-    out: str = "out/dpo"  # folder for everything that a run writes
+    out: str = "out/dpo"  # folder of the run
 
     ref: Literal["cache", "swap", "live", "none"] = "cache"  # see README; none: π_ref = 1
     ref_model: str | None = None  # None: the policy before training
@@ -109,11 +108,11 @@ class Args:
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA; what trains: float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
-    gradient_checkpointing: bool = False  # memory and speed only, never the result
+    gradient_checkpointing: bool = False  # likewise
 
-    save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
+    save_every: int = 50  # steps between checkpoints; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
@@ -171,7 +170,6 @@ def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, *
             return -log_sigma(beta * (logp_w / len_w - logp_l / len_l) - simpo_gamma)
         case "sft":  # a term to add to others: mean over pairs of means over tokens. TRL: over all tokens
             return -logp_w / len_w
-    raise BadInput(f"there is no loss {name}")
 
 
 def metrics(batch: Batch, args: Args) -> dict[str, torch.Tensor]:
@@ -301,13 +299,14 @@ def main(args: Args) -> list[dict]:
         append(out / "metrics.jsonl", [values])
 
     window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
+    ref_logps = reference  # a cache has the log-probs of all steps
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         first = step - (step - 1) % window
-        if step in (first, last_step + 1):  # a resumed run scores its whole window again; a cache has all steps
+        if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
             n_steps = min(window, steps + 1 - first)
             rows_ahead = batch_rows(first, train_rows, batch_size, args.seed, n_steps)
             ref_logps = reference_logprobs(reference, groups(rows_ahead), args.tokens_per_forward)
@@ -428,8 +427,6 @@ def read_rows(source: str) -> list:
         case ".parquet":
             import pyarrow.parquet
             return pyarrow.parquet.read_table(source).to_pylist()
-        case _ if Path(source).exists():
-            raise ValueError("not .jsonl, .json, .csv or .parquet")
         case _:
             import datasets
             name, _, split = source.partition(":")
@@ -550,8 +547,8 @@ def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
 
 
 def restore_prompt(texts: list[str], answers: list, eos: str, counts: Counter) -> list[str]:
-    """Each text with the first as its beginning, after which a model samples. Some templates render the prompt
-    differently before an answer: Mistral's leaves out a system message."""
+    """The texts with the prompt that a model samples after: some templates, as Mistral's, render another before an
+    answer. What follows it begins at the last place where the answer's words stand."""
     restored = texts[:1]
     for text, answer in zip(texts[1:], answers):
         if not text.startswith(texts[0]):
@@ -608,8 +605,8 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio.
-    Frozen weights have the dtype of forwards; those that train are float32, if need be sharded to compute in it."""
+    """The policy if it `trains`, else a frozen reference, whose weights have the dtype of forwards. In eval mode: dropout
+    would be noise in every log-ratio."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
@@ -677,8 +674,8 @@ def load_function(spec: str) -> Callable:
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
 def resolve(args, new_tokens: int = 0):
-    """Checks flags, and fills in others. new_tokens: sampled after each row."""
-    if args.model is None and args.data is None:
+    """Checks and completes the flags. new_tokens: sampled after each row."""
+    if args.model is None and args.data is None and (HERE / "demo").exists():
         args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
@@ -742,7 +739,6 @@ def lock_folder(out: Path, args) -> FileLock:
             lock.acquire()
         except Timeout:
             raise BadInput(f"another run writes into {out}: name another --out") from None
-        write_whole(out / "args.json", [json.dumps(asdict(args), indent=1).encode()])
     return lock
 
 

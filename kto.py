@@ -8,14 +8,12 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     python kto.py  # the demo: offline, under a minute
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen  # your model, your data
 
-z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws y' anew in each
-batch; here each row keeps one y' for the whole run, so that its reference log-probs can be cached as well. A killed run
-resumes if the same command is given again.
+z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws it in each batch;
+here each row keeps one, so that its reference log-probs can be cached. A killed run resumes if its command is repeated.
 
 Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `prompt, chosen, rejected`, which give one
           row of each kind; strings or chat messages:
-          {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{"role": "assistant", "content": "4"}],
-           "label": true}
+          {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{..}], "label": true}
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
           difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
@@ -78,7 +76,7 @@ class Args:
     as_chat: bool = False  # strings become messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
-    out: str = "out/kto"  # folder for everything that a run writes
+    out: str = "out/kto"  # folder of the run
 
     ref: Literal["cache", "swap", "live"] = "cache"  # see README
     ref_model: str | None = None  # None: the policy before training
@@ -106,11 +104,11 @@ class Args:
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA; what trains: float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
-    gradient_checkpointing: bool = False  # memory and speed only, never the result
+    gradient_checkpointing: bool = False  # likewise
 
-    save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
+    save_every: int = 50  # steps between checkpoints; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
@@ -137,7 +135,6 @@ def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, args: Args) -> torch
             return weight * (1 - torch.sigmoid(args.beta * sign * (batch.ratio - z)))
         case "apo_zero_unpaired":  # arXiv:2408.06266
             return weight * (1 - torch.sigmoid(args.beta * sign * batch.ratio))
-    raise BadInput(f"there is no loss {loss}")
 
 
 def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -191,7 +188,7 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
 
 @torch.no_grad()
 def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
-    """z of equation 7, a scalar: a mean over the whole batch, then clamped, without β."""
+    """z of equation 7, a scalar: the mean over the whole batch, then clamped."""
     others = other_groups(rows)
     total = torch.zeros((), device=policy.device)
     for indices, counts in micro_batches(policy, others, args.tokens_per_forward, *processes()):
@@ -287,13 +284,14 @@ def main(args: Args) -> list[dict]:
         append(out / "metrics.jsonl", [values])
 
     window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
+    ref_logps = reference  # a cache has the log-probs of all steps
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         first = step - (step - 1) % window
-        if step in (first, last_step + 1):  # a resumed run scores its whole window again; a cache has all steps
+        if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
             n_steps = min(window, steps + 1 - first)
             rows_ahead = batch_rows(first, train_rows, batch_size, args.seed, n_steps)
             needed = groups(rows_ahead) + other_groups(rows_ahead)
@@ -400,16 +398,15 @@ def answers_of(row: dict) -> list:
 
 
 def is_desirable(row: dict) -> bool:
-    labels = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    label = str(row["label"])
-    if label.lower() not in labels:
+    label = str(row["label"]).lower()
+    if label not in ("true", "1", "1.0", "false", "0", "0.0"):
         raise ValueError(f"a label is true or false, 1 or 0, not {label}")
-    return labels[label.lower()]
+    return label in ("true", "1", "1.0")
 
 
 def derange(prompts: list[tuple], seed: int) -> list[int]:
-    """For each row the index of one with another prompt; each index occurs once. Shuffled rows are sorted by prompt, and
-    this order is rotated by the number of rows of the most frequent prompt."""
+    """For each row the index of one with another prompt; each occurs once. Rows sorted by prompt are rotated by the
+    number of rows of the most frequent prompt."""
     rows_of: dict[tuple, list[int]] = {}
     for i in generator(seed, "derange").permutation(len(prompts)).tolist():
         rows_of.setdefault(prompts[i], []).append(i)
@@ -422,7 +419,7 @@ def derange(prompts: list[tuple], seed: int) -> list[int]:
 
 
 def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tuple[list[Row], list[Row]]:
-    """Draws y' for every row, once for all epochs. Held-out rows get answers of training rows."""
+    """Draws y' for every row, once. Held-out rows get answers of training rows."""
     partners = derange([row.prompt for row in train_rows], args.seed)
     train_others = [train_rows[j] for j in partners]
     eval_others = []
@@ -435,12 +432,10 @@ def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tupl
         pairs = zip(rows, others)
         return [row._replace(other=other.completion[:args.max_length - len(row.prompt)]) for row, other in pairs]
 
-    others = train_others + eval_others
-    train_rows = with_others(train_rows, train_others)
-    eval_rows = with_others(eval_rows, eval_others)
-    n_cut = sum(len(row.other) < len(other.completion) for row, other in zip(train_rows + eval_rows, others))
-    print(f"{n_cut} of {len(others)} answers to other prompts are cut to --max_length")
-    return train_rows, eval_rows
+    rows = with_others(train_rows + eval_rows, train_others + eval_others)
+    n_cut = sum(len(row.other) < len(other.completion) for row, other in zip(rows, train_others + eval_others))
+    print(f"{n_cut} of {len(rows)} y' are cut to --max_length")
+    return rows[:len(train_rows)], rows[len(train_rows):]
 
 
 def print_balance(train_rows: list[Row], args: Args):
@@ -449,7 +444,7 @@ def print_balance(train_rows: list[Row], args: Args):
     if not desirable or not undesirable:
         raise BadInput(f"{args.data}: all rows have the same label, but KTO needs both")
     ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
-    print(f"{desirable} desirable rows, {undesirable} others: λ_D n_D / λ_U n_U is {ratio:.2f}, equation 8: 1 to 4/3")
+    print(f"{desirable} rows are desirable, {undesirable} not: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
 
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
@@ -476,8 +471,6 @@ def read_rows(source: str) -> list:
         case ".parquet":
             import pyarrow.parquet
             return pyarrow.parquet.read_table(source).to_pylist()
-        case _ if Path(source).exists():
-            raise ValueError("not .jsonl, .json, .csv or .parquet")
         case _:
             import datasets
             name, _, split = source.partition(":")
@@ -598,8 +591,8 @@ def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
 
 
 def restore_prompt(texts: list[str], answers: list, eos: str, counts: Counter) -> list[str]:
-    """Each text with the first as its beginning, after which a model samples. Some templates render the prompt
-    differently before an answer: Mistral's leaves out a system message."""
+    """The texts with the prompt that a model samples after: some templates, as Mistral's, render another before an
+    answer. What follows it begins at the last place where the answer's words stand."""
     restored = texts[:1]
     for text, answer in zip(texts[1:], answers):
         if not text.startswith(texts[0]):
@@ -656,8 +649,8 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio.
-    Frozen weights have the dtype of forwards; those that train are float32, if need be sharded to compute in it."""
+    """The policy if it `trains`, else a frozen reference, whose weights have the dtype of forwards. In eval mode: dropout
+    would be noise in every log-ratio."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
@@ -725,8 +718,8 @@ def load_function(spec: str) -> Callable:
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
 def resolve(args, new_tokens: int = 0):
-    """Checks flags, and fills in others. new_tokens: sampled after each row."""
-    if args.model is None and args.data is None:
+    """Checks and completes the flags. new_tokens: sampled after each row."""
+    if args.model is None and args.data is None and (HERE / "demo").exists():
         args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
@@ -790,7 +783,6 @@ def lock_folder(out: Path, args) -> FileLock:
             lock.acquire()
         except Timeout:
             raise BadInput(f"another run writes into {out}: name another --out") from None
-        write_whole(out / "args.json", [json.dumps(asdict(args), indent=1).encode()])
     return lock
 
 

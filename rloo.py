@@ -80,7 +80,7 @@ class Args:
     as_chat: bool = False  # strings become messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of a prompt; longer ones are dropped and counted
-    out: str = "out/rloo"  # folder for everything that a run writes
+    out: str = "out/rloo"  # folder of the run
 
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed
     reward_model: str | None = None  # sequence classifier with one output: folder or hub name
@@ -116,12 +116,12 @@ class Args:
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA; what trains: float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     rollout_tokens: int = 65536  # places in the key-value cache; memory and speed only, never the result
-    gradient_checkpointing: bool = False  # memory and speed only, never the result
+    gradient_checkpointing: bool = False  # likewise
 
-    save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
+    save_every: int = 50  # steps between checkpoints; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
 
@@ -615,8 +615,6 @@ def read_rows(source: str) -> list:
         case ".parquet":
             import pyarrow.parquet
             return pyarrow.parquet.read_table(source).to_pylist()
-        case _ if Path(source).exists():
-            raise ValueError("not .jsonl, .json, .csv or .parquet")
         case _:
             import datasets
             name, _, split = source.partition(":")
@@ -737,8 +735,8 @@ def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
 
 
 def restore_prompt(texts: list[str], answers: list, eos: str, counts: Counter) -> list[str]:
-    """Each text with the first as its beginning, after which a model samples. Some templates render the prompt
-    differently before an answer: Mistral's leaves out a system message."""
+    """The texts with the prompt that a model samples after: some templates, as Mistral's, render another before an
+    answer. What follows it begins at the last place where the answer's words stand."""
     restored = texts[:1]
     for text, answer in zip(texts[1:], answers):
         if not text.startswith(texts[0]):
@@ -795,8 +793,8 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio.
-    Frozen weights have the dtype of forwards; those that train are float32, if need be sharded to compute in it."""
+    """The policy if it `trains`, else a frozen reference, whose weights have the dtype of forwards. In eval mode: dropout
+    would be noise in every log-ratio."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
@@ -864,8 +862,8 @@ def load_function(spec: str) -> Callable:
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
 def resolve(args, new_tokens: int = 0):
-    """Checks flags, and fills in others. new_tokens: sampled after each row."""
-    if args.model is None and args.data is None:
+    """Checks and completes the flags. new_tokens: sampled after each row."""
+    if args.model is None and args.data is None and (HERE / "demo").exists():
         args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
@@ -929,7 +927,6 @@ def lock_folder(out: Path, args) -> FileLock:
             lock.acquire()
         except Timeout:
             raise BadInput(f"another run writes into {out}: name another --out") from None
-        write_whole(out / "args.json", [json.dumps(asdict(args), indent=1).encode()])
     return lock
 
 
