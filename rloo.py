@@ -664,7 +664,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
         length = max(map(len, [prompt, *sequences]))
         if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
-            counts["dropped: empty, or without prompt and common beginning"] += 1
+            counts["dropped: empty, or no prompt and no common beginning"] += 1
         elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
         elif length > args.max_length:
@@ -677,7 +677,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
         if 2 * len(lengths) >= len(rows):
-            notes.append(f"--max_length {np.quantile(lengths, 0.95, method='higher')} keeps 95 %, if the model has it")
+            notes.append(f"--max_length {np.quantile(lengths, 0.95, method='higher')} keeps 95 %, if the model allows it")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
     return encoded
 
