@@ -510,7 +510,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
             if None in columns:
                 raise ValueError("more cells than the header")
             prompt, answers, repeats = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat)
-            texts.append(render(tokenizer, prompt, answers, args, columns))
+            rendered = render(tokenizer, prompt, answers, args, columns)
+            texts.append(restore_prompt(rendered, answers, tokenizer.eos_token))
             rows.append(columns | {"prompt": prompt})
             kinds.add((type(prompt), columns.get("prompt") is None))
             if len(kinds) > 1:
@@ -518,6 +519,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
         except Exception as error:  # of a malformed row, or of the template
             raise BadInput(f"{source}:{number}: {error!r} in {str(row)[:200]}") from error
         counts["with answers that repeat the prompt"] += repeats
+        counts["whose prompt reads differently before an answer"] += texts[-1] != rendered
     if not rows:
         raise BadInput(f"{source} holds no rows")
     is_text = isinstance(rows[0]["prompt"], str)
@@ -597,6 +599,25 @@ def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
             before = before[:-1]
         texts.append(tokenizer.apply_chat_template(before + answer, **options))
     return texts
+
+
+def restore_prompt(texts: list[str], answers: list, eos: str) -> list[str]:
+    """Each text with the first as its beginning, after which a model samples. Some templates render the prompt
+    differently before an answer: Mistral's leaves out a system message."""
+    prompt = texts[0]
+    restored = [prompt]
+    for text, answer in zip(texts[1:], answers):
+        if not text.startswith(prompt):
+            start = len(text.rpartition(eos)[0] or text)
+            for message in reversed(answer):
+                start = text.rfind(message["content"].strip(), 0, start)
+                if start < 0:
+                    raise ValueError("the chat template leaves out words of the answer")
+            if text[:start].endswith(" ") and not prompt.endswith(" "):
+                start -= 1  # Mistral's template puts a space before an answer
+            text = prompt + text[start:]
+        restored.append(text)
+    return restored
 
 
 def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:

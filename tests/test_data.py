@@ -199,11 +199,59 @@ def test_a_token_that_spans_the_end_of_the_prompt_moves_to_the_answers(load):
     assert texts(row)[0] == "The tea"
 
 
-def test_a_template_that_ends_a_lone_prompt_differently_keeps_the_common_tokens(load):
-    """Such as one that opens a thinking block in its generation prompt."""
-    thinking = variant(PLAIN.replace("<assistant>{% endif", "<assistant>Honestly, {% endif"))
-    for row, expected in zip(load(CHATS, thinking), load(CHATS, variant(PLAIN)), strict=True):
-        assert row[:3] == expected[:3]
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
+         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+LLAMA3 = "{{ bos_token }}" + CHATML.replace("m.content", "m.content | trim")
+GEMMA = LLAMA3.replace("m.role", "'model' if m.role == 'assistant' else m.role").replace(">assistant", ">model")
+QWEN3 = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n" \
+        "{{ m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content }}\n</think>\n\n" \
+        "{% endif %}{{ m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n{% endfor %}" \
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{{ nothing }}{% endif %}"
+MISTRAL = "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] " \
+          "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}" \
+          "{{ m.content }}[/INST]{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+R1 = "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<assistant>" \
+     "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}" \
+     "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+NOTHING = "<think>\n\n</think>\n\n"
+SYSTEM = said("Be brief.", "system")
+SHAPES = [  # template, what it makes of an answer, of an answer between spaces, whether it renders the prompt differently
+    (CHATML, "{}<|im_end|>\n", " {} <|im_end|>\n", False), (LLAMA3, "{}<|im_end|>\n", "{}<|im_end|>\n", False),
+    (GEMMA, "{}<|im_end|>\n", "{}<|im_end|>\n", False),
+    (QWEN3, NOTHING + "{}<|im_end|>\n", NOTHING + " {} <|im_end|>\n", False),
+    (QWEN3.replace("nothing", repr(NOTHING)), "{}<|im_end|>\n", " {} <|im_end|>\n", False),
+    (MISTRAL, " {}</s>", " {}</s>", True), (R1, "{}</s>", " {} </s>", True)]
+
+
+@pytest.mark.parametrize("template, trained, spaced, differs", SHAPES)
+@EACH
+def test_prompts_are_those_of_rloo_and_answers_are_whole(load, capsys, script, template, trained, spaced, differs):
+    tokenizer = byte_level()
+    tokenizer.chat_template = template
+    prompt = SYSTEM + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
+    pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt, s also in </s>
+    rows = load([pair, pair | dict(chosen=said(" Warm. "))], tokenizer, script)
+    assert ("; 2 whose prompt reads differently before an answer" in capsys.readouterr().out) == differs
+    sampled, = load([pair], tokenizer, rloo)
+    assert {row.prompt for row in rows} == {sampled.prompt}
+    assert tokenizer.decode(sampled.prompt).count("Be brief.") == 1
+    answers = [tokenizer.decode(y) for row in rows for y in row[1:3 if script is dpo else 2]]
+    assert answers == [trained.format("Warm."), trained.format("s"), spaced.format("Warm."), trained.format("s")]
+
+
+def test_an_answer_of_several_turns_follows_the_prompt_that_is_sampled_from(load):
+    tokenizer = byte_level()
+    tokenizer.chat_template = MISTRAL
+    row, = load([dict(prompt=SYSTEM + said("q", "user"), chosen=said("Yes.") + said("?", "user") + said("Yes."),
+                      rejected=said("No."))], tokenizer)
+    assert texts(row, tokenizer) == ["<s>[INST] Be brief.\n\nq[/INST]", " Yes.</s>[INST] ?[/INST] Yes.</s>", " No.</s>"]
+
+
+def test_an_answer_of_which_the_template_leaves_out_the_reasoning_is_refused(load):
+    bad = chat(chosen="<think>\nHm.\n</think>\n\nWarm.")
+    assert len(load([bad], variant(QWEN3))) == 1
+    with pytest.raises(BadInput, match="jsonl:2: .*leaves out words"):
+        load([chat(), bad], variant(R1))
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no such role') }}"])
