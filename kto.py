@@ -394,10 +394,10 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     """A pair gives two rows, any other row one."""
     rows = []
-    for prompt, completions, columns in encode(tokenizer, source, answers_of, args):
-        labels = [True, False] if len(completions) == 2 else [is_desirable(columns)]
-        for completion, label in zip(completions, labels):
-            rows.append(Row(prompt, completion, label, (), columns))
+    for _, sequences, begins, columns in encode(tokenizer, source, answers_of, args):
+        labels = [True, False] if len(sequences) == 2 else [is_desirable(columns)]
+        for ids, begin, label in zip(sequences, begins, labels):
+            rows.append(Row(ids[:begin], ids[begin:], label, (), columns))
     return rows
 
 
@@ -492,8 +492,8 @@ def read_rows(source: str) -> list:
 
 
 def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
-    """Reads and tokenizes a file: [(prompt ids, [completion ids, ..], columns), ..]. Drops rows that cannot be trained
-    on, and says how many. answers_of(row): the answers in it."""
+    """Reads and tokenizes a file: [(prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns),
+    ..]. Drops rows that cannot be trained on, and says how many. answers_of(row): the answers in it."""
     try:
         file_rows = read_rows(source)
     except (OSError, ValueError) as error:
@@ -532,19 +532,19 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     lengths = []
     all_ids = tokenize(tokenizer, [text for row_texts in texts for text in row_texts], add_bos=is_text)
     for row, row_texts in zip(rows, texts):
-        sequences = [next(all_ids) for _ in row_texts]
-        prompt = tuple(os.path.commonprefix(sequences))  # a token may join the prompt's end with an answer's beginning
-        completions = [tuple(ids[len(prompt):]) for ids in sequences[1:]]
-        short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions if len(ids) < 20]
-        lengths.append(max(map(len, sequences)))
-        if not prompt or not all(text.strip() for text in short):
+        prompt, *sequences = [tuple(next(all_ids)) for _ in row_texts]
+        begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
+        answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
+        short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
+        lengths.append(max(map(len, [prompt, *sequences])))
+        if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
             counts["dropped: empty"] += 1
-        elif len(set(completions)) < len(completions):
+        elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
         elif lengths[-1] > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
         else:
-            encoded.append((prompt, completions, row))
+            encoded.append((prompt, sequences, begins, row))
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):

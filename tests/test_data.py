@@ -400,10 +400,14 @@ def test_other_labels_are_refused(load, label):
         load([dict(prompt="The tea", completion=" was warm.", **label)], script=kto)
 
 
-def test_pairs_give_kto_one_row_of_each_kind(load):
-    rows, pairs = load(CHATS, script=kto), load(CHATS)
-    assert [row.is_desirable for row in rows] == [True, False] * len(pairs)
-    assert [row[:2] for row in rows] == [(pair.prompt, y) for pair in pairs for y in (pair.chosen, pair.rejected)]
+def test_pairs_give_kto_one_row_of_each_kind_which_do_not_depend_on_each_other(load):
+    spanning = dict(prompt="The tea wa", chosen="s warm.", rejected=", it was bad.")  # the chosen one spans the end
+    rows = load([TEXT, spanning], script=kto)
+    assert [row.is_desirable for row in rows] == [True, False] * 2
+    single = [dict(prompt=pair["prompt"], completion=pair[name], label=name == "chosen")
+              for pair in (TEXT, spanning) for name in ("chosen", "rejected")]
+    assert [row[:3] for row in rows] == [row[:3] for row in load(single, script=kto)]
+    assert rows[2].prompt != rows[3].prompt and load([spanning])[0].prompt == rows[2].prompt
 
 
 def test_rewards_of_the_data_are_read_for_the_rpo_losses_and_missing_ones_refused(load):
