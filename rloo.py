@@ -576,11 +576,13 @@ class RewardModel:
     def __call__(self, prompts, completions, ended, **columns) -> list[float]:
         texts = []
         for prompt, completion, has_ended in zip(prompts, completions, ended):
+            mark = "" if has_ended else "\uffff"  # in no text; what follows it was not sampled
+            if isinstance(prompt, str):
+                completion += mark
+            else:
+                completion = [completion[0] | {"content": completion[0]["content"] + mark}]
             text = render(self.tokenizer, prompt, [completion], self.args, {})[1]
-            said = completion if isinstance(prompt, str) else completion[0]["content"]
-            if not has_ended and said in text:
-                text = text[:text.rindex(said) + len(said)]  # the end was not sampled
-            texts.append(text)
+            texts.append(text.partition("\uffff")[0])
         rows = [torch.tensor(ids) for ids in tokenize(self.tokenizer, texts, add_bos=isinstance(prompts[0], str))]
         if max(map(len, rows)) > context_length(self.model.config):
             raise BadInput("too long for the reward model: lower --max_length")

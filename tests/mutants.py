@@ -129,7 +129,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
      "        super().batch_select_indices(indices)"),
     ("rloo.py", SAMPLE, "        positions = positions + 1\n", ""),
     ("rloo.py", SAMPLE, "check_sampler(policy, tokenizer, args)\n    ref", "ref"),
-    ("rloo.py", RLOO, "if not has_ended and said in text:", "if False:"),
+    ("rloo.py", RLOO, 'texts.append(text.partition("\\uffff")[0])', "texts.append(text)"),
     ("refcache.py", LOG, "y = y[:len(y) // 2] if cut else y", "pass"),
     ("dpo.py", REF, "and module.weight is not embeddings", "and True"),
     ("dpo.py", DATA, "if 2 * len(encoded) < len(rows):", "if not encoded:"),
