@@ -536,20 +536,23 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
         begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
         answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
-        lengths.append(max(map(len, [prompt, *sequences])))
         if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
             counts["dropped: empty"] += 1
         elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
-        elif lengths[-1] > args.max_length:
-            counts[f"dropped: longer than {args.max_length} tokens"] += 1
         else:
-            encoded.append((prompt, sequences, begins, row))
+            lengths.append(max(map(len, [prompt, *sequences])))
+            if lengths[-1] <= args.max_length:
+                encoded.append((prompt, sequences, begins, row))
+            else:
+                counts[f"dropped: longer than {args.max_length} tokens"] += 1
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
-        enough = np.quantile(lengths, 0.95, method="inverted_cdf")
-        raise BadInput(f"{source}: too few rows ({', '.join(notes)}); --max_length {enough} suffices for 95 %")
+        if 2 * len(lengths) >= len(rows):  # only their length is wrong
+            enough = np.quantile(lengths, 0.95, method="inverted_cdf")
+            notes.append(f"--max_length {enough} keeps 95 %, if the model has as many positions")
+        raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
     return encoded
 
 

@@ -304,6 +304,9 @@ def test_if_most_rows_are_too_long_the_length_that_keeps_95_percent_is_named(loa
     limit = int(re.search(r"--max_length (\d+)", str(error.value))[1])
     assert len(load(rows, max_length=limit)) == 19
     assert limit < 100
+    with pytest.raises(BadInput, match="too few rows") as error:
+        load([*rows, *[dict(TEXT, chosen="")] * 30], max_length=limit)
+    assert "--max_length" not in str(error.value), "most are empty"
 
 
 @pytest.mark.parametrize("bad, words", [
