@@ -27,6 +27,7 @@ import importlib
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -601,6 +602,9 @@ class RewardModel:
 
 # ---- Rows of the data ------------------------------------------------
 
+COLUMNS = 'prompt, as a string or a list of {"role", "content"}'
+
+
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     return [Row(prompt, columns) for prompt, _, _, columns in encode(tokenizer, source, lambda row: [], args)]
 
@@ -628,20 +632,21 @@ def read_rows(source: str) -> list:
             return list(csv.DictReader(open(source, encoding="utf-8-sig", newline="")))
         case ".parquet":
             return optional("pyarrow.parquet").read_table(source).to_pylist()
+        case _ if Path(source).exists():
+            raise ValueError("not .jsonl, .json, .csv or .parquet")
         case _:
             name, _, split = source.partition(":")
             return list(optional("datasets").load_dataset(name, split=split or "train"))
 
 
 def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
-    """Reads and tokenizes a file: [(prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns),
-    ..]. Drops rows that cannot be trained on, and says how many. answers_of(row): the answers in it."""
+    """Tokenizes a file: [(prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns), ..]. Drops
+    rows that cannot be trained on, and says how many. answers_of(row): the answers in it."""
     try:
         file_rows = read_rows(source)
     except (OSError, ValueError) as error:
-        raise BadInput(f"{source} cannot be read: {error}") from error
+        raise BadInput(f"{source} cannot be read: {error}")
     rows = []
-    texts = []  # per row the prompt, and prompt + each answer
     kinds = set()
     counts = Counter()
     for number, row in enumerate(file_rows, 1):
@@ -649,65 +654,62 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
             continue
         try:
             columns = json.loads(row) if isinstance(row, str) else row
-            if None in columns:
-                raise ValueError("more cells than the header")
-            prompt, answers, repeats = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat)
-            rendered = render(tokenizer, prompt, answers, args, columns)
-            texts.append(restore_prompt(rendered, answers, tokenizer.eos_token))
-            rows.append(columns | {"prompt": prompt})
+            if not isinstance(columns, dict) or None in columns:
+                raise ValueError("not one value per column")
+            prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat, counts)
+            texts = render(tokenizer, prompt, answers, args, columns)
+            rows.append((restore_prompt(texts, answers, tokenizer.eos_token, counts), columns | {"prompt": prompt}))
             kinds.add((type(prompt), columns.get("prompt") is None))
             if len(kinds) > 1:
-                raise ValueError("unlike the rows before: strings or messages, with or without a prompt")
-        except Exception as error:  # of a malformed row, or of the template
-            raise BadInput(f"{source}:{number}: {error!r} in {str(row)[:200]}") from error
-        counts["with answers that repeat the prompt"] += repeats
-        counts["whose prompt reads differently before an answer"] += texts[-1] != rendered
+                raise ValueError("unlike the rows before: strings, messages, or no prompt")
+        except Exception as error:
+            if isinstance(error, (LookupError, TypeError, AttributeError)):
+                error = f"expected {COLUMNS}; found {', '.join(columns)}"
+            raise BadInput(f"{source}:{number}: {error} in {str(row)[:200]}")
     if not rows:
         raise BadInput(f"{source} holds no rows")
-    is_text = isinstance(rows[0]["prompt"], str)
-    if is_text and args.chat_template_kwargs != "{}":
-        raise BadInput(f"{source}: --chat_template_kwargs is not for strings: add --as_chat")
-    if is_text and tokenizer.chat_template:
+    kind, lacks_prompt = kinds.pop()
+    if kind is str and tokenizer.chat_template and not lacks_prompt:
         print(f"{source}: strings are trained without the model's chat template; --as_chat applies it")
 
     encoded = []
     lengths = []
-    all_ids = tokenize(tokenizer, [text for row_texts in texts for text in row_texts], add_bos=is_text)
-    for row, row_texts in zip(rows, texts):
-        prompt, *sequences = [tuple(next(all_ids)) for _ in row_texts]
+    all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
+    for texts, columns in rows:
+        prompt, *sequences = [tuple(next(all_ids)) for _ in texts]
         begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
         answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
         if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
-            counts["dropped: empty"] += 1
+            counts["dropped: empty, or without prompt and common beginning"] += 1
         elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
         else:
             lengths.append(max(map(len, [prompt, *sequences])))
             if lengths[-1] <= args.max_length:
-                encoded.append((prompt, sequences, begins, row))
+                encoded.append((prompt, sequences, begins, columns))
             else:
                 counts[f"dropped: longer than {args.max_length} tokens"] += 1
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
-        if 2 * len(lengths) >= len(rows):  # only their length is wrong
+        if 2 * len(lengths) >= len(rows):
             enough = np.quantile(lengths, 0.95, method="inverted_cdf")
-            notes.append(f"--max_length {enough} keeps 95 %, if the model has as many positions")
+            notes.append(f"--max_length {enough} keeps 95 %, if the model has it")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
     return encoded
 
 
-def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list, bool]:
-    """Returns prompt and answers (strings or lists of messages), and whether the answers repeated the prompt. A prompt
-    of None becomes what the answers have in common."""
+def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple[str | list, list]:
+    """Prompt and answers as strings or lists of messages. A prompt of None becomes what the answers have in common."""
     for text in (prompt, *answers):
-        is_json = isinstance(text, str) and text.lstrip().startswith(("[{", "{'", '{"'))
-        if is_json and "role" in text and "content" in text:
+        if isinstance(text, str) and re.match(r"""(?s)\s*\[?\{.*['"]role['"]:""", text) and "content" in text:
             raise ValueError("messages written as a string")
     if prompt is None:
         if len(answers) < 2:
             raise KeyError("prompt")
+        if as_chat and isinstance(answers[0], str):
+            raise ValueError("--as_chat needs a prompt column")
         common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # characters or messages
         prompt = answers[0][:len(common)]
         if isinstance(prompt, str):
@@ -716,22 +718,26 @@ def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list
     if isinstance(prompt, str) and answers and not isinstance(answers[0], str):
         prompt = [{"role": "user", "content": prompt}]
     is_short = isinstance(prompt, str) and len(prompt) <= 20  # an answer may begin with the same word
-    repeats = bool(answers) and not is_short and all(answer[:len(prompt)] == prompt for answer in answers)
-    if repeats:
+    if answers and not is_short and all(answer[:len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt):] for answer in answers]
-    roles = {answer[0]["role"] for answer in answers if answer and isinstance(answer, list)}
+        counts["with answers that repeat the prompt"] += 1
+    roles = {message["role"] for answer in answers if isinstance(answer, list) for message in answer[:1] + answer[-1:]}
     if roles & {"user", "system"}:
-        raise ValueError("an answer begins with a user or system message")
+        raise ValueError("an answer begins or ends with a user or system message")
     if as_chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt.strip()}]
         answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
-    return prompt, answers, repeats
+    return prompt, answers
 
 
 def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
     """The text of the prompt, and of prompt + each answer. Strings end with EOS, chats as their template says."""
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
+        if answers and eos is None:
+            raise ValueError("the tokenizer has no EOS token")
+        if args.chat_template_kwargs != "{}":
+            raise ValueError("--chat_template_kwargs is not for strings: add --as_chat")
         return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
     options = {"tokenize": False, "tools": columns.get("tools"), **json.loads(args.chat_template_kwargs)}
     options |= columns.get("chat_template_kwargs") or {}
@@ -746,33 +752,32 @@ def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
     return texts
 
 
-def restore_prompt(texts: list[str], answers: list, eos: str) -> list[str]:
+def restore_prompt(texts: list[str], answers: list, eos: str, counts: Counter) -> list[str]:
     """Each text with the first as its beginning, after which a model samples. Some templates render the prompt
     differently before an answer: Mistral's leaves out a system message."""
-    prompt = texts[0]
-    restored = [prompt]
+    restored = texts[:1]
     for text, answer in zip(texts[1:], answers):
-        if not text.startswith(prompt):
+        if not text.startswith(texts[0]):
             start = len(text.rpartition(eos)[0] or text)
             for message in reversed(answer):
                 start = text.rfind(message["content"].strip(), 0, start)
                 if start < 0:
                     raise ValueError("the chat template leaves out words of the answer")
-            if text[:start].endswith(" ") and not prompt.endswith(" "):
-                start -= 1  # Mistral's template puts a space before an answer
-            text = prompt + text[start:]
+            if text[:start].endswith(" ") and not texts[0].endswith(" "):
+                start -= 1  # Mistral's space before an answer
+            text = texts[0] + text[start:]
         restored.append(text)
+    counts["whose prompt reads differently before an answer"] += restored != texts
     return restored
 
 
 def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
     """Token ids of each text, with the tokenizer's BOS unless it is there already."""
     plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
-    n_bos = next(n for n in range(len(full)) if full[n:n + len(plain)] == plain)
-    bos = full[:n_bos] if add_bos else []
+    bos = full[:full.index(plain[0])] if add_bos else []
     for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
         part = texts[start:start + 1024]
-        if tokenizer.is_fast:  # the calls above turned off the padding and truncation that its file may ask for
+        if tokenizer.is_fast:  # without its padding and truncation
             encodings = tokenizer.backend_tokenizer.encode_batch_fast(part, add_special_tokens=False)
             part_ids = [encoding.ids for encoding in encodings]
         else:

@@ -111,8 +111,8 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("rloo.py", SAMPLE, "lengths[rows].clamp(max=t + 1)", "lengths[rows].clamp(max=t)"),
     ("rloo.py", SAMPLE, "logps = logps.masked_fill(is_late, 0.0).sum(1)", "logps = logps.sum(1)"),
     # data, checkpoints
-    ("dpo.py", DATA, "prompt = tuple(os.path.commonprefix(sequences))", "prompt = tuple(sequences[0])"),
-    ("dpo.py", DATA, "bos = full[:n_bos]", "bos = full[1:n_bos]"),
+    ("dpo.py", DATA, "len(os.path.commonprefix([prompt, ids]))", "len(prompt)"),
+    ("dpo.py", DATA, "bos = full[:full.index(plain[0])]", "bos = full[1:full.index(plain[0])]"),
     ("dpo.py", DATA, "ids if ids[:len(bos)] == bos else bos + ids", "bos + ids"),
     ("rloo.py", DATA, 'if prompt[-1]["role"] == "assistant" else', "if False else"),
     ("dpo.py", DATA, 'if roles & {"user", "system"}:', "if False:"),
