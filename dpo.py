@@ -416,13 +416,15 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
 
 # ---- Rows of the data ------------------------------------------------
 
-COLUMNS = 'prompt, chosen, rejected, as strings or lists of {"role", "content"}; chosen_reward, rejected_reward for rpo_*'
+COLUMNS = 'prompt, chosen, rejected, as strings or lists of {"role", "content"}'
 
 
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     need_scores = any(loss.startswith("rpo") for loss in args.loss)
 
     def scores_of(row):
+        if need_scores and not {"chosen_reward", "rejected_reward"} <= row.keys():
+            raise ValueError("rpo losses need chosen_reward and rejected_reward")
         return [float(row[name]) if need_scores else 0.0 for name in ("chosen_reward", "rejected_reward")]
 
     def answers_of(row):
@@ -510,7 +512,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
         answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
         if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
-            counts["dropped: empty, or without prompt and common beginning"] += 1
+            counts["dropped: empty, or no prompt and no common beginning"] += 1
         elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
         else:
@@ -524,7 +526,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     if 2 * len(encoded) < len(rows):
         if 2 * len(lengths) >= len(rows):
             enough = np.quantile(lengths, 0.95, method="inverted_cdf")
-            notes.append(f"--max_length {enough} keeps 95 %, if the model has it")
+            notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
     return encoded
 

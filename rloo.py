@@ -681,7 +681,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
         answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
         if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
-            counts["dropped: empty, or without prompt and common beginning"] += 1
+            counts["dropped: empty, or no prompt and no common beginning"] += 1
         elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
         else:
@@ -695,7 +695,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     if 2 * len(encoded) < len(rows):
         if 2 * len(lengths) >= len(rows):
             enough = np.quantile(lengths, 0.95, method="inverted_cdf")
-            notes.append(f"--max_length {enough} keeps 95 %, if the model has it")
+            notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
     return encoded
 

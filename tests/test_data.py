@@ -329,7 +329,7 @@ def test_rows_that_cannot_be_read_are_refused_with_file_and_row(load, bad, words
     (dpo, "prompt, chosen, rejected"), (kto, "prompt, completion, label"), (rloo, "prompt")])
 def test_rows_with_other_columns_are_told_which_are_expected(load, script, columns):
     for row in (dict(question="q", answer="a"), dict(completion="a", label=1)):
-        with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as .*; found {', '.join(row)} in"):
+        with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found {', '.join(row)} in"):
             load([row], script=script)
 
 
@@ -378,7 +378,7 @@ def test_rewards_of_the_data_are_read_for_the_rpo_losses_and_missing_ones_refuse
     scores = dict(chosen_reward=0.75, rejected_reward="-2")
     assert load([TEXT | scores], loss=("rpo_sq",))[0][3:5] == (0.75, -2.0)
     for name in scores:
-        with pytest.raises(BadInput, match=name):
+        with pytest.raises(BadInput, match="need chosen_reward and rejected_reward"):
             load([TEXT | {name: 1.0}], loss=("sigmoid", "rpo_fwd_kl"))
 
 
