@@ -19,9 +19,9 @@ Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `pr
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
           difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/*: log π(y|x) | nll/chosen: −log π(y|x) per token | logratio: |ρ| per token | grad_norm: before clipping |
-          learning_rate | seconds, tokens_per_second, memory_gb: on CUDA, peak | eval_*: of held-out rows | eval_score:
-          mean of --score
+          logps/*: log π(y|x) | nll/chosen: −log π(y|x) per token | logratio: |ρ| per token | grad_norm: before
+          clipping | learning_rate | seconds | tokens_per_second | memory_gb: peak on CUDA | eval_*: of held-out rows |
+          eval_score: mean of --score
 """
 import csv
 import hashlib
@@ -39,6 +39,7 @@ from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Callable, Iterator, Literal, NamedTuple
 
@@ -51,7 +52,6 @@ from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
@@ -109,7 +109,7 @@ class Args:
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA. What trains is float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA; what trains: float32
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
 
@@ -258,17 +258,18 @@ def main(args: Args) -> list[dict]:
     print_balance(train_rows, args)
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
-    if args.score:
-        load_function(args.score)  # an error comes now
     run = describe_run(train_rows, eval_rows, [args.score], args)
 
     # The reference comes first, so that memory never holds both models.
     if args.ref == "cache":
         reference = ReferenceCache(name=args.ref_model, reference=run["weights"][args.ref_model], dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
-        rows = rows_of_run(steps, train_rows, batch_size, args.seed) + eval_rows
-        scored = reference.fill(lambda: load_model(args.ref_model, device, args), groups(rows) + other_groups(rows),
-                                args.tokens_per_forward, path)  # frees the reference model
+        rows = train_rows
+        if 0 < steps * batch_size < len(train_rows):  # the run needs fewer
+            rows = batch_rows(1, train_rows, batch_size, args.seed, n_steps=steps)
+        needed = groups(rows + eval_rows) + other_groups(rows + eval_rows)
+        scored = reference.fill(lambda: load_model(args.ref_model, device, args), needed, args.tokens_per_forward,
+                                path)  # frees the reference model
         print(f"reference: {scored} completions scored, all are in {path}")
     if steps == 0:
         return []
@@ -288,16 +289,15 @@ def main(args: Args) -> list[dict]:
         log(out, values, args)
 
     window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
-    ref_logps = reference  # a cache has the log-probs of all steps
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
-        place = (step - 1) % window
-        if args.ref in ("swap", "live") and (place == 0 or step == last_step + 1):  # a resumed run: its whole window
-            steps_ahead = range(step - place, min(step - place + window, steps + 1))
-            rows_ahead = [row for n in steps_ahead for row in batch_rows(n, train_rows, batch_size, args.seed)]
+        first = step - (step - 1) % window
+        if step in (first, last_step + 1):  # a resumed run scores its whole window again; a cache has all steps
+            n_steps = min(window, steps + 1 - first)
+            rows_ahead = batch_rows(first, train_rows, batch_size, args.seed, n_steps)
             needed = groups(rows_ahead) + other_groups(rows_ahead)
             ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward)
         values = {"step": step}
@@ -354,9 +354,7 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         if isinstance(prompts[0], list):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
-        if scores is None or len(scores) != len(lines):
-            raise BadInput(f"{args.score} gave {scores} for {len(lines)} completions: is a return missing?")
-        lines = [line | {"score": score} for line, score in zip(lines, scores)]
+        lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
         means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
     append(out / "samples.jsonl", lines)
     return means
@@ -377,11 +375,7 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
                                  synced_gpus=processes()[1] > 1)
     finally:
         core.generation_config = own_config
-    samples = []
-    for row in rows[:, ids.shape[1]:].tolist():
-        end = next((t for t, token in enumerate(row) if token in stops), None)  # what follows is padding
-        samples.append(tuple(row[:end]))
-    return samples
+    return [tuple(takewhile(lambda token: token not in stops, row)) for row in rows[:, ids.shape[1]:].tolist()]
 
 
 # ---- Rows of the data ------------------------------------------------
@@ -628,7 +622,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
 
 
 def stop_tokens(core, tokenizer) -> list[int]:
-    """The ids that end a completion, of tokenizer and model."""
+    """The ids that end a completion."""
     stops = core.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]
     return sorted({tokenizer.eos_token_id, *stops} - {None})
@@ -649,9 +643,6 @@ def load_model(name: str, device: str, args, trains: bool = False):
     model.eval().to(device)
     if trains_all:
         model.float()
-    elif not is_sharded:
-        for weight in model.parameters():  # an adapter's are float32
-            weight.data = weight.data.to(getattr(torch, args.dtype))
     if trains and args.gradient_checkpointing:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
@@ -673,29 +664,28 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     peft = optional("peft")
     if folder is None:
-        is_list = re.fullmatch(r"\w+(,\w+)*", args.lora_target)
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
-                                 target_modules=args.lora_target.split(",") if is_list else args.lora_target)
+        names = args.lora_target.split(",") if re.fullmatch(r"\w+(,\w+)*", args.lora_target) else args.lora_target
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules=names,
+                                 task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
         raise BadInput(f"{folder} changes more than weights ({config.peft_type}): merge it, or choose another")
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
-        if name.endswith(tuple(config.modules_to_save or ())):
+        if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains)
+        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                              autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
     """The reference as a context manager that yields a model: --ref live or swap."""
     if args.ref == "live":
         return nullcontext(load_model(args.ref_model, device, args))
-    if args.ref_model == args.model:
-        return Swap(policy)  # the policy as it is now
-    return Swap(policy, load_model(args.ref_model, "cpu", args))
+    return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
 def optional(package: str):
@@ -709,11 +699,8 @@ def optional(package: str):
 def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function."""
     file, _, name = spec.rpartition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    functions = runpy.run_path(file) if file else {}  # unlike import, it allows two files of one name
-    if name not in functions:
-        raise BadInput(f"{spec} is not FILE.py:FUNCTION")
-    return functions[name]
+    sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
+    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 
 
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
@@ -734,14 +721,13 @@ def resolve(args, new_tokens: int = 0):
             raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
         with torch.device("meta"):  # without weights: a wrong --lora_target is seen now
             add_adapter(AutoModelForCausalLM.from_config(config), None, True, args)
+    if args.dtype == "auto":
+        args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
     context = context_length(config)
     if args.max_new_tokens >= context:
         raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt: the context is {context}")
-    dtype = args.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
-    return replace(args, dtype=dtype, max_length=min(args.max_length, context - new_tokens),
-                   ref_model=args.ref_model or args.model, lr=1e-6 if args.lr is None else args.lr)
+    return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
+                   lr=1e-6 if args.lr is None else args.lr)
 
 
 # ---- Optimizer and order: the same in dpo.py, kto.py and rloo.py -----
@@ -764,20 +750,14 @@ def order_of_epoch(epoch: int, n_rows: int, seed: int) -> list[int]:
     return generator(seed, "order", epoch).permutation(n_rows).tolist()
 
 
-def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of a step. Each epoch is a new permutation of all rows."""
+def batch_rows(step: int, rows: list, batch_size: int, seed: int, n_steps: int = 1) -> list:
+    """The rows of a step, or of n_steps. Each epoch is a new permutation of all rows."""
     batch = []
-    for position in range((step - 1) * batch_size, step * batch_size):
+    start = (step - 1) * batch_size
+    for position in range(start, start + n_steps * batch_size):
         epoch, place = divmod(position, len(rows))
         batch.append(rows[order_of_epoch(epoch, len(rows), seed)[place]])
     return batch
-
-
-def rows_of_run(steps: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of steps 1 to `steps`, or all rows if there are no steps."""
-    if steps == 0 or steps * batch_size >= len(rows):
-        return rows
-    return [row for step in range(1, steps + 1) for row in batch_rows(step, rows, batch_size, seed)]
 
 
 def learning_rate(step: int, steps: int, args) -> float:
@@ -798,55 +778,51 @@ def lock_folder(out: Path, args) -> FileLock:
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
     lock = FileLock(out / ".lock", timeout=0)
-    if processes()[0] != 0:
-        return lock
-    try:
-        lock.acquire()
-    except Timeout:
-        raise BadInput(f"another run writes into {out}: name another --out") from None
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    write_whole(out / "args.json", [json.dumps(asdict(args) | versions, indent=1).encode()])
-    if args.wandb:
-        optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
+    if processes()[0] == 0:
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BadInput(f"another run writes into {out}: name another --out") from None
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        write_whole(out / "args.json", [json.dumps(asdict(args) | versions, indent=1).encode()])
+        if args.wandb:
+            optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
     return lock
 
 
 def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """What a run and its checkpoint must have in common. functions: of other files, as FILE.py:FUNCTION."""
+    """What a run and its checkpoint must have in common. functions: FILE.py:FUNCTION"""
     may_change = ("out ref_cache save_every model_every eval_every samples wandb tokens_per_forward rollout_tokens "
                   "gradient_checkpointing").split()
     run = {name: value for name, value in asdict(args).items() if name not in may_change}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
-    run["weights"] = {name: checkpoint_digest(name) for name in sorted(models)}
+    run["weights"] = {name: checkpoint_digest(name) for name in models}
     run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
-    run["rows"] = digest_of(repr(row).encode() for row in train_rows)
-    run["held-out rows"] = digest_of(repr(row).encode() for row in eval_rows)
+    run["rows"] = digest_of(train_rows)
+    run["held-out rows"] = digest_of(eval_rows)
     for file in (Path(__file__), HERE / "refcache.py"):
         run[file.name] = digest_of([file.read_bytes()])
     return json.loads(json.dumps(run))  # tuples become lists
 
 
-def digest_of(parts) -> str:
+def digest_of(items: list) -> str:
     digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
+    for item in items:
+        digest.update(repr(item).encode())
     return digest.hexdigest()
 
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
-    """What a step changes in place: weights that train, and their optimizer state. Creates that by a step with lr 0."""
-    for weight in policy.parameters():
-        if weight.requires_grad:
-            weight.grad = torch.zeros_like(weight)
+    """What a step changes in place: weights that train, and their optimizer state, created by a step with lr 0."""
+    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
-    tensors = {}
-    for name, weight in policy.named_parameters():  # tied weights once
-        if weight.requires_grad:
-            tensors[name] = weight.detach()
-            for key, value in optimizer.state[weight].items():
-                tensors[f"optimizer.{name}.{key}"] = value.zero_()
-    return tensors
+    state = {name: weight.detach() for name, weight in weights.items()}
+    for name, weight in weights.items():
+        state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
+    return state
 
 
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
@@ -861,7 +837,6 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
         write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
-        tqdm.write(f"step {step}: checkpoint in {folder}")
         for older in out.glob("resume-*"):
             if older != folder:
                 shutil.rmtree(older)
@@ -869,16 +844,16 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0."""
-    saved = {"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)}
-    for file in out.glob("resume-*/run.json"):
-        saved = max(saved, json.loads(file.read_text()), key=lambda checkpoint: checkpoint["step"])
+    checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
+    checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
+    saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
     differing = [name for name in run if saved["run"].get(name) != run[name]]
     code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
-    if len(differing) > len(code):
+    if differing != code:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep=": ")
+        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
     if processes()[0] == 0:
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
@@ -908,23 +883,21 @@ def speed(tokens: int, began: float) -> dict[str, float]:
 
 def report(out: Path) -> list[dict]:
     """Prints held-out metrics and three answers, before and after. Returns the lines of metrics.jsonl."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
     first, last = history[0], history[-1]
     print(f"{'held out':29} before   after")
     for name, after in last.items():
         if name.startswith("eval_"):
             print(f"{name:28} {first[name]:z7.3f} {after:z7.3f}")
-    answers = defaultdict(dict)  # held-out prompt -> step -> its answer
-    for line in map(json.loads, (out / "samples.jsonl").read_text().splitlines()):
-        if line.get("held_out", True):
-            answers[str(line["prompt"])][line["step"]] = line["completion"]
-    for prompt, by_step in list(answers.items())[:3]:
-        texts = {"prompt": prompt, "before": by_step.get(first["step"]), "after": by_step.get(last["step"])}
+    held_out = [line for line in samples if line.get("held_out", True)]
+    before, after = ([line for line in held_out if line["step"] == step] for step in (0, last["step"]))
+    for old, new in list(zip(before, after))[:3]:
+        texts = {"prompt": new["prompt"], "before": old["completion"], "after": new["completion"]}
         for name, text in texts.items():
             print(f"{name:6} {text!r}"[:shutil.get_terminal_size().columns])
-    before, after = (values.get("eval_nll/chosen", 0.0) for values in (first, last))
-    if after > before + 1:
-        print(f"Chosen answers became less likely, {before:.1f} -> {after:.1f} nats per token: lower --lr or raise --beta")
+    old, new = (values.get("eval_nll/chosen", 0.0) for values in (first, last))
+    if new > old + 1:
+        print(f"Chosen answers became less likely, {old:.1f} -> {new:.1f} nats per token: lower --lr or raise --beta")
     print(f"All answers: {out / 'samples.jsonl'}. Curves: python benchmarks/plot.py {out}")
     return history
 
@@ -935,7 +908,6 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
-        shutil.rmtree(hidden, ignore_errors=True)
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
@@ -943,14 +915,11 @@ def save_model(model, tokenizer, folder: Path):
 
 
 if __name__ == "__main__":
-    stderr = sys.stderr
-    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process speaks
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process prints
+        sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
     except (BadInput, torch.OutOfMemoryError) as error:
         advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        print(f"{Path(__file__).name}: {error}{advice}", file=stderr)
+        print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)
-    finally:
-        sys.stderr = stderr  # for the traceback of any process

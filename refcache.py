@@ -85,8 +85,8 @@ class ReferenceCache(Mapping):
 
     def fill(self, load_model: Callable, groups: Groups, tokens_per_forward=16384, path=None) -> int:
         """Scores what is neither in this cache nor in the file at `path`, and saves it there. Returns the number of
-        completions scored. `load_model()` is called only if something is missing, and must keep no reference to its
-        model: the model is freed before this method returns."""
+        completions scored. `load_model()` is called only if something is missing. Its model is freed before this
+        method returns."""
         if path and Path(path).exists():
             self.load(path)
         missing = self.missing(groups)
@@ -96,20 +96,16 @@ class ReferenceCache(Mapping):
         if not missing:
             return 0
         if path:
-            with lock_of(path):  # an error comes now, not after the forwards
+            with FileLock(f"{os.path.realpath(path)}.lock"):  # an error comes now, not after the forwards
                 pass
         model = load_model()
         try:
-            self.score_missing(model, missing, tokens_per_forward, path=path)
+            self.score(model, missing, tokens_per_forward, path=path)
         finally:
             del model
             gc.collect()
             torch.cuda.empty_cache()
         return sum(len(completions) for _, completions in missing)
-
-    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0):
-        """Scores what is missing with `model`."""
-        self.score_missing(model, self.missing(groups), tokens_per_forward, temperature)
 
     def missing(self, groups: Groups) -> Groups:
         """What is not scored yet, all completions of a prompt together and each once."""
@@ -124,13 +120,13 @@ class ReferenceCache(Mapping):
         return missing
 
     @torch.no_grad()
-    def score_missing(self, model, missing: Groups, tokens_per_forward: int, temperature=1.0, path=None):
-        """Saves to `path` about every minute, at the end, and on an exception."""
+    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
+        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an exception."""
         if unwrap_model(model) not in PROBED:
             enable_shared_prompts(model)  # before the groups are packed
         budget = tokens_per_forward if has_shared_prompts(model) else 0  # 0: one row per completion
         todo = []
-        for prompt, completions in missing:
+        for prompt, completions in self.missing(groups):
             for part in pack(list(map(len, completions)), budget - len(prompt)):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
@@ -149,14 +145,11 @@ class ReferenceCache(Mapping):
                     if path and time.monotonic() > save_at:
                         self.save(path)
                         save_at = time.monotonic() + 60
-        except BaseException:
+        finally:
             if path:
-                self.save(path)
-            raise
+                self.save(path)  # each process its part: save keeps what the others saved
         for theirs in all_gather(new):
             self.add(theirs)
-        if path and processes()[0] == 0:
-            self.save(path)
 
     def add(self, entries):
         for prompt, scored in entries:
@@ -164,7 +157,7 @@ class ReferenceCache(Mapping):
 
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
-        with lock_of(path):
+        with FileLock(f"{os.path.realpath(path)}.lock"):
             if Path(path).exists() and stamp_of(path) != self.stamp:
                 self.load(path)
             table = pickle.dumps(self.table, protocol=4)
@@ -204,19 +197,10 @@ def one_behind(items: Iterable) -> Iterator:
     yield from previous
 
 
-@contextmanager
-def lock_of(path):
-    try:
-        with FileLock(f"{os.path.realpath(path)}.lock"):
-            yield
-    except OSError as error:
-        raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
-
-
 def stamp_of(path) -> tuple:
     """Changes when a file is replaced."""
     stat = os.stat(path)
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def load_builtins(data: bytes) -> dict:
@@ -271,12 +255,14 @@ class Swap:
         self.theirs = {}  # name -> the reference's values, on the CPU
         reference_weights = reference.state_dict()
         weights = policy.state_dict(keep_vars=True)
-        unique = {id(tensor): name for name, tensor in weights.items()}  # tied weights once
-        for name in unique.values():
-            tensor = weights[name]
-            if any(all_gather(can_differ(tensor, reference_weights[name]))):
+        unique = {id(tensor): (name, tensor) for name, tensor in weights.items()}  # tied weights once
+        for name, tensor in unique.values():
+            values = local(tensor)
+            is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+            can_differ = not is_frozen or not torch.equal(values, local(reference_weights[name]).to(values))
+            if any(all_gather(can_differ)):
                 self.ours[name] = tensor.detach()
-                self.theirs[name] = torch.empty_like(local(tensor), device="cpu", pin_memory=tensor.is_cuda)
+                self.theirs[name] = torch.empty_like(values, device="cpu", pin_memory=tensor.is_cuda)
         copy(reference_weights, self.theirs)
 
     def __enter__(self):
@@ -314,12 +300,6 @@ class Swap:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]):
         copy(state, self.theirs)
-
-
-def can_differ(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Whether a swap must copy this weight: it trains, is a buffer, or differs although it does not train."""
-    frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-    return not frozen or not torch.equal(local(tensor), local(reference).to(local(tensor)))
 
 
 @torch.no_grad()
@@ -380,8 +360,8 @@ def checkpoint_digest(name: str) -> str:
 def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
 
-    Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result;
-    by default there is one forward. temperature divides the logits, as in sampling.
+    Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result.
+    temperature divides the logits, as in sampling.
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
     core = unwrap_model(model)
     check_groups(core, groups)
@@ -566,13 +546,12 @@ def unwrap_model(model):
 @contextmanager
 def eval_mode(model):
     """Without dropout and gradient checkpointing, which would ignore a key-value cache."""
-    before = {module: module.training for module in model.modules()}
+    was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        for module, training in before.items():
-            module.training = training
+        model.train(was_training)
 
 
 def context_length(config) -> float:
@@ -588,9 +567,9 @@ def context_length(config) -> float:
 
 
 def progress_bar(*items, **options) -> tqdm:
-    """tqdm. Bars within another one leave no line; without a terminal there is an update every 30 s."""
+    """tqdm, of the first process. Bars within another one leave no line; without a terminal they move every 30 s."""
     seconds = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=max(seconds, 10), **options)
+    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=30, disable=processes()[0] > 0, **options)
 
 
 def one_line(error: BaseException) -> str:
@@ -692,7 +671,9 @@ def enable_shared_prompts(model) -> bool:
     completion_logprobs calls it if you did not. Raises BadInput for a model whose log-probs cannot be computed here."""
     core = unwrap_model(model)
     name = type(core).__name__.removeprefix("FSDP")
-    own_attention = attention_without_sharing(core)
+    own_attention = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
+    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
+        own_attention = own_attention.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
     core.set_attn_implementation(own_attention)
     is_supported = False
     problem = ""
@@ -713,14 +694,6 @@ def enable_shared_prompts(model) -> bool:
     print(f"{name}: " + (f"padded rows: {problem}" if problem else "completions share their prompt"))
     PROBED.add(core)
     return not problem
-
-
-def attention_without_sharing(core) -> str:
-    """The name of the model's own attention."""
-    name = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
-    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
-        name = name.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
-    return name
 
 
 def check_padded(core):
@@ -816,35 +789,35 @@ AttentionMaskInterface.register(SHARED, shared_prompt_mask)
 
 def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
     """Copies a CPU tensor, to a GPU without waiting for its kernels."""
-    on_gpu = torch.device(device).type == "cuda"
-    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Groups -> the inputs of one flat row, and per completion token (N,) the place in the row that predicts it, and
     its id. `blind` leaves the spans out, so attention treats the row as one sequence. Only the probe uses it."""
-    ids, positions = [], []
-    sources, targets = [], []
-    keys = []
+    ids, targets = [], []
+    positions, sources, keys = [], [], []  # arrays, joined below
     query_ends, key_ends = [0], [0]
     for prompt, completions in groups:
-        before = range(len(ids), len(ids) + len(prompt))
+        before = np.arange(len(ids), len(ids) + len(prompt))
         ids += prompt
-        positions += range(len(prompt))
+        positions.append(np.arange(len(prompt)))
         for y in completions:
-            own = range(len(ids), len(ids) + len(y))
+            own = np.arange(len(ids), len(ids) + len(y))
             ids += y
-            positions += range(len(prompt), len(prompt) + len(y))
-            sources += [before[-1], *own[:-1]]  # the shift by one: the token before predicts it
             targets += y
-            keys += [*before, *own]
+            positions.append(np.arange(len(prompt), len(prompt) + len(y)))
+            sources += [before[-1:], own[:-1]]  # the shift by one: the token before predicts it
+            keys += [before, own]
             query_ends.append(len(ids))  # the first completion simply continues its prompt
-            key_ends.append(len(keys))
+            key_ends.append(key_ends[-1] + len(prompt) + len(y))
     sizes_q, sizes_k = np.diff(query_ends).tolist(), np.diff(key_ends).tolist()  # on the CPU: no GPU sync
     cu_seq_q, cu_seq_k = to_device(torch.tensor([query_ends, key_ends], dtype=torch.int32), device)  # (spans + 1,)
-    keys = to_device(torch.tensor(keys), device) if len(keys) > len(ids) else None  # (T_k,); None: the keys are the row
-    ids, positions = to_device(torch.tensor([ids, positions]), device)  # (T,)
-    sources, targets = to_device(torch.tensor([sources, targets]), device)  # (N,)
+    ids, positions = to_device(torch.from_numpy(np.stack([ids, np.concatenate(positions)])), device)  # (T,)
+    sources, targets = to_device(torch.from_numpy(np.stack([np.concatenate(sources), targets])), device)  # (N,)
+    keys = to_device(torch.from_numpy(np.concatenate(keys)), device) if len(ids) < key_ends[-1] else None  # (T_k,)
     # without an all-ones mask, transformers treats restarting positions as packed sequences and masks the prompts
     ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(ids))
     spans = None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)
