@@ -306,7 +306,7 @@ def main(args: Args) -> list[dict]:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
-    if args.ref in ("swap", "live"):
+    if args.ref not in ("cache", "none"):
         reference = load_reference(policy, device, args)
     optimizer = make_optimizer(policy, args)
     state = {"training": init_training_state(policy, optimizer)}  # what a checkpoint holds
