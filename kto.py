@@ -19,9 +19,8 @@ Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `pr
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
           difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/*: log π(y|x) | nll/chosen: −log π(y|x) per token | logratio: |ρ| per token | grad_norm: before
-          clipping | learning_rate | seconds | tokens_per_second | memory_gb: peak on CUDA | eval_*: of held-out rows |
-          eval_score: mean of --score
+          logps/*: log π(y|x) | logratio: |ρ| per token | grad_norm: before clipping | learning_rate | seconds |
+          tokens_per_second | eval_*: of held-out rows | eval_score: mean of --score
 """
 import csv
 import hashlib
@@ -46,7 +45,6 @@ from typing import Callable, Iterator, Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-import transformers
 import tyro
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -58,7 +56,7 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group, processes,
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group, processes,
     progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
@@ -158,7 +156,6 @@ def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.
         "rewards/rejected": (args.beta * batch.ratio, ~desirable),
         "logps/chosen": (batch.logp, desirable),
         "logps/rejected": (batch.logp, ~desirable),
-        "nll/chosen": (-batch.logp / batch.length, desirable),
     }
 
 
@@ -277,7 +274,10 @@ def main(args: Args) -> list[dict]:
     policy = load_model(args.model, device, args, trains=True)
     if args.ref in ("swap", "live"):
         reference = load_reference(policy, device, args)
-    optimizer = make_optimizer(policy, args)
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
+    decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
+    others = {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0}  # norms and biases
+    optimizer = torch.optim.AdamW([decaying, others], lr=0.0, fused=True)  # lr is set in the loop
     state = {"training": init_training_state(policy, optimizer)}  # what a checkpoint holds
     if args.sync_reference or args.humanline:
         state["reference"] = reference
@@ -319,7 +319,8 @@ def main(args: Args) -> list[dict]:
         if args.sync_reference and step % args.sync_reference == 0:
             reference.sync(args.sync_mix)  # after the update, as in TR-DPO, arXiv:2404.09656
 
-        values |= speed(sum(len(row.prompt) + len(row.completion) for row in rows), began)
+        values["seconds"] = time.monotonic() - began
+        values["tokens_per_second"] = count_tokens(groups(rows)) / values["seconds"]
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
@@ -616,7 +617,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
     """The tokenizer of a checkpoint or of its base. Refuses a reference with another one."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
-    if ref_name not in (None, name) and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
+    if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
         raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
     return tokenizer
 
@@ -670,7 +671,7 @@ def add_adapter(model, folder: str | None, trains: bool, args):
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
-        raise BadInput(f"{folder} changes more than weights ({config.peft_type}): merge it, or choose another")
+        raise BadInput(f"{folder} changes more than weights: merge it, or choose another")
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
         if trains and name.endswith(tuple(config.modules_to_save or ())):
@@ -715,30 +716,18 @@ def resolve(args, new_tokens: int = 0):
     moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
     if len(moves) > 1 or (moves and args.ref != "swap"):
         raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
-    config = AutoConfig.from_pretrained(base_of(args.model))
-    if args.lora_r:
-        if base_of(args.model) != args.model:
-            raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
-        with torch.device("meta"):  # without weights: a wrong --lora_target is seen now
-            add_adapter(AutoModelForCausalLM.from_config(config), None, True, args)
+    if args.lora_r and base_of(args.model) != args.model:
+        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
-    context = context_length(config)
+    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
     if args.max_new_tokens >= context:
-        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt: the context is {context}")
+        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
     return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
                    lr=1e-6 if args.lr is None else args.lr)
 
 
-# ---- Optimizer and order: the same in dpo.py, kto.py and rloo.py -----
-
-def make_optimizer(policy, args) -> torch.optim.Optimizer:
-    """AdamW. As in transformers, norms and biases do not decay. lr is set in the loop."""
-    weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
-    others = {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0}
-    return torch.optim.AdamW([decaying, others], lr=0.0, fused=True)
-
+# ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
     """A function of seed, purpose and step or epoch: a resumed run needs no saved state."""
@@ -783,8 +772,7 @@ def lock_folder(out: Path, args) -> FileLock:
             lock.acquire()
         except Timeout:
             raise BadInput(f"another run writes into {out}: name another --out") from None
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        write_whole(out / "args.json", [json.dumps(asdict(args) | versions, indent=1).encode()])
+        write_whole(out / "args.json", [json.dumps(asdict(args), indent=1).encode()])
         if args.wandb:
             optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
     return lock
@@ -874,13 +862,6 @@ def log(out: Path, values: dict, args):
         optional("wandb").log(values, step=values["step"])
 
 
-def speed(tokens: int, began: float) -> dict[str, float]:
-    """Of a step. memory_gb: the peak since the start."""
-    seconds = time.monotonic() - began
-    memory = {"memory_gb": torch.cuda.max_memory_allocated() / 1e9} if torch.cuda.is_available() else {}
-    return {"seconds": seconds, "tokens_per_second": tokens / seconds} | memory
-
-
 def report(out: Path) -> list[dict]:
     """Prints held-out metrics and three answers, before and after. Returns the lines of metrics.jsonl."""
     history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
@@ -890,15 +871,10 @@ def report(out: Path) -> list[dict]:
         if name.startswith("eval_"):
             print(f"{name:28} {first[name]:z7.3f} {after:z7.3f}")
     held_out = [line for line in samples if line.get("held_out", True)]
-    before, after = ([line for line in held_out if line["step"] == step] for step in (0, last["step"]))
+    before, after = ([line for line in held_out if line["step"] == values["step"]] for values in (first, last))
     for old, new in list(zip(before, after))[:3]:
-        texts = {"prompt": new["prompt"], "before": old["completion"], "after": new["completion"]}
-        for name, text in texts.items():
-            print(f"{name:6} {text!r}"[:shutil.get_terminal_size().columns])
-    old, new = (values.get("eval_nll/chosen", 0.0) for values in (first, last))
-    if new > old + 1:
-        print(f"Chosen answers became less likely, {old:.1f} -> {new:.1f} nats per token: lower --lr or raise --beta")
-    print(f"All answers: {out / 'samples.jsonl'}. Curves: python benchmarks/plot.py {out}")
+        for text in (f"prompt {new['prompt']}", f"before {old['completion']!r}", f"after  {new['completion']!r}"):
+            print(text[:shutil.get_terminal_size().columns])
     return history
 
 

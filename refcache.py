@@ -5,7 +5,7 @@
     Swap                                 reference weights kept on the CPU: for new completions or a moving reference
 
 A group is `(prompt_ids, [completion_ids, ...])`, tuples of token ids; a completion includes its EOS. Policy and
-reference go through one function, so they agree before the first update: margin 0, loss ln 2, KL 0.
+reference go through one function, so they agree before the first update.
 Shapes: T tokens in a forward, T_k keys of all spans, N completion tokens, D head size, H hidden size, V vocabulary.
 """
 import gc
@@ -62,8 +62,7 @@ class CannotShare(BadInput):
 class ReferenceCache(Mapping):
     """Token log-probs under a frozen reference: cache[prompt_ids, completion_ids] is float32, (len(completion_ids),).
     `header` holds strings that say what the log-probs belong to, such as reference=checkpoint_digest(folder),
-    dtype="float32". A file with another header is refused; only `name` may differ. 8 bytes per completion token and 4
-    per prompt token."""
+    dtype="float32". A file with another header is refused; only `name` may differ."""
 
     def __init__(self, **header: str):
         self.header = {"format": "4", **header}
@@ -85,8 +84,7 @@ class ReferenceCache(Mapping):
 
     def fill(self, load_model: Callable, groups: Groups, tokens_per_forward=16384, path=None) -> int:
         """Scores what is neither in this cache nor in the file at `path`, and saves it there. Returns the number of
-        completions scored. `load_model()` is called only if something is missing. Its model is freed before this
-        method returns."""
+        completions scored. `load_model()` is called only if something is missing, and its model is freed."""
         if path and Path(path).exists():
             self.load(path)
         missing = self.missing(groups)
@@ -189,7 +187,7 @@ class ReferenceCache(Mapping):
 
 
 def one_behind(items: Iterable) -> Iterator:
-    """Yields each item when the next one has been made: the GPU computes one while the other is copied from it."""
+    """Yields each item when the next one has been made: the GPU computes while results are copied from it."""
     previous = []
     for item in items:
         yield from previous
@@ -392,8 +390,7 @@ def check_groups(core, groups: Groups):
             raise BadInput("a prompt or completion without tokens has no log-prob: leave it out")
         length = len(prompt) + max(map(len, completions))
         if length > context or max(map(max, (prompt, *completions))) >= vocabulary:
-            raise BadInput(f"a row of {length} tokens is outside the model, which has {context} positions and "
-                           f"{vocabulary} embeddings")
+            raise BadInput(f"a row of {length} tokens: the model has {context} positions, {vocabulary} embeddings")
 
 
 def forward(core, groups: Groups, lay_out: Callable, temperature=1.0) -> Ragged:
@@ -474,8 +471,8 @@ def sum_tokens(values: Ragged) -> torch.Tensor:
 
 
 def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp: tuple | None = None) -> Ragged:
-    """log π − log π_ref of each token. logps: from completion_logprobs for these groups; ref_logps[prompt, y]: the
-    reference's (None: all 0). clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
+    """log π − log π_ref of each token. logps: of these groups; ref_logps[prompt, y]: the reference's (None: all 0).
+    clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
     ratios = torch.cat([y for completions in logps for y in completions])  # (N,)
     if ref_logps is not None:
         flat = np.concatenate([ref_logps[prompt, y] for prompt, completions in groups for y in completions])
@@ -492,8 +489,8 @@ def check_agreement(difference: float, dtype: str):
     if dtype == "bfloat16":
         limit = 1e-2 if processes()[1] == 1 else 3e-2  # other batches round differently
     if not difference < limit:
-        raise BadInput(f"policy and reference differ by {difference:.2g} nats per token: the cache is another model's "
-                       "(delete it), or forwards are inexact (try --dtype float32)")
+        raise BadInput(f"policy and reference differ by {difference:.2g} nats per token: delete the cache, which may be "
+                       "another model's, or try --dtype float32")
 
 
 def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=1) -> list[tuple[list[int], int]]:
@@ -558,8 +555,8 @@ def context_length(config) -> float:
     """Tokens of the longest row whose log-probs do not depend on what else is in the batch."""
     config = config.get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
-    bounds = [getattr(config, "max_position_embeddings", None)]
-    bounds += [getattr(config, name, None) for name in ("index_topk", "keep_window_size")]  # longer rows are sparse
+    names = ("max_position_embeddings", "index_topk", "keep_window_size")  # the last two: longer rows are sparse
+    bounds = [getattr(config, name, None) for name in names]
     for rope in (ropes, *ropes.values()):
         if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):  # others rotate all rows alike
             bounds.append(rope.get("original_max_position_embeddings"))
@@ -567,7 +564,7 @@ def context_length(config) -> float:
 
 
 def progress_bar(*items, **options) -> tqdm:
-    """tqdm, of the first process. Bars within another one leave no line; without a terminal they move every 30 s."""
+    """tqdm in the first process. Inner bars leave no line; without a terminal they move every 30 s."""
     seconds = 0.1 if sys.stderr.isatty() else 30
     return tqdm(*items, leave=None, mininterval=seconds, maxinterval=30, disable=processes()[0] > 0, **options)
 
@@ -600,9 +597,9 @@ def processes() -> tuple[int, int]:
 
 
 def shard(model, device: str, dtype="float32"):
-    """Splits the weights over the processes, layer by layer (FSDP2), also over a single one: with dtype "bfloat16" each
-    layer computes in a bfloat16 copy, while the optimizer's weights and the sums of gradients stay float32.
-    Gradients are sums over the processes: divide a loss by the global batch size."""
+    """Splits the weights over the processes (FSDP2), also over a single one: with dtype "bfloat16" each layer computes
+    in a bfloat16 copy, while the optimizer's weights and the sums of gradients stay float32. Gradients are sums over
+    the processes: divide a loss by the global batch size."""
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
