@@ -108,7 +108,7 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
     assert all(gradient.isfinite().all() for gradient in gradients if gradient is not None)
 
 
-@pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("exo_pair", 1.0), ("robust", 0.5)])
+@pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("robust", 0.5)])
 def test_a_loss_that_is_not_defined_is_refused_before_anything_is_loaded(loss, eps):
     with pytest.raises(BadInput, match="--label_smoothing"):
         dpo.main(Args(model="no folder", data="no file", loss=("sigmoid", loss), label_smoothing=eps))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from models import GROUPS, build
 from runs import (  # noqa: F401
-    BOTH, EACH, FOLDER, LORA, SCRIPTS, TINY, TOKENIZER, adapt, arguments, distance, load, logits, logprobs, run, same,
+    EACH, FOLDER, LORA, SCRIPTS, TINY, TOKENIZER, adapt, arguments, distance, load, logits, logprobs, run, same,
     save, tiny, weights_of)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import GROUPS, equal, flat, gradient, make
+from models import GROUPS, equal, flat, make
 from runs import SCRIPTS, TOKENIZER, arguments, needs_peft, tiny, weights_of, without_speed
 
 import dpo
