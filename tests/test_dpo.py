@@ -181,28 +181,17 @@ def test_checkpoints_are_written_every_so_many_steps_and_at_the_end(monkeypatch,
     assert saved == steps
 
 
-def report_of(tmp_path, before, after):
-    """What report() prints after these two evaluations."""
-    lines = [{"step": step, "eval_nll/chosen": nll} for step, nll in ((0, before), (3, after))]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+def test_the_report_shows_three_answers_before_and_after(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 2.5}\n{"step": 3, "eval_loss": 1.5}')
     answers = [{"step": step, "prompt": f"Question {n}?", "completion": f"Answer {n} of step {step}."}
                for step in (0, 3) for n in range(5)]
     (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, answers)))
     assert len(dpo.report(tmp_path)) == 2
-
-
-def test_the_report_shows_three_answers_before_and_after(tmp_path, capsys):
-    report_of(tmp_path, 2.0, 2.9)
     printed = capsys.readouterr().out
+    assert "2.500   1.500" in printed
     for n in range(5):
         shown = [f"Question {n}?", f"Answer {n} of step 0.", f"Answer {n} of step 3."]
         assert [text in printed for text in shown] == [n < 3] * 3
-    assert "less likely" not in printed
-
-
-def test_the_report_warns_where_chosen_answers_became_much_less_likely(tmp_path, capsys):
-    report_of(tmp_path, 2.0, 3.1)
-    assert "less likely, 2.0 -> 3.1 nats" in capsys.readouterr().out
 
 
 # ---- The reference ---------------------------------------------------
