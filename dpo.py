@@ -282,7 +282,7 @@ def main(args: Args) -> list[dict]:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
-    if args.ref in ("swap", "live"):
+    if args.ref not in ("cache", "none"):
         reference = load_reference(policy, device, args)
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}

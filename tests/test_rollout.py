@@ -1,4 +1,4 @@
-"""Samples: against transformers' generate(), against the model's own distribution, and however they are batched."""
+"""Rollouts: against transformers' generate(), against the model's own distribution, and however they are batched."""
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 import rloo
 from models import MODELS, SMALL, make
-from refcache import BadInput, share_prompts
+from refcache import BadInput, enable_shared_prompts
 from rloo import draw, generator, rollout
 
 RANDOM = torch.Generator().manual_seed(0)
@@ -38,7 +38,7 @@ EXACT = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
 def model_of(name):
     """A model as load_model leaves it."""
     model = make(name)
-    share_prompts(model)
+    enable_shared_prompts(model)
     return model
 
 
@@ -168,13 +168,11 @@ def test_rollout_tokens_bounds_the_places_of_every_batch(monkeypatch):
     assert max(places) <= 300 and len(places) < 16
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_wrong_sampler_ends_a_run_before_its_first_sample(monkeypatch, steps):
-    def wrong(logits, *rest):
-        assert logits.dtype == torch.float32
-        return draw(logits * 1.02, *rest)
-    monkeypatch.setattr(rloo, "draw", wrong)
-    args = arguments("rloo", steps=steps, dtype="bfloat16")
+@pytest.mark.parametrize("flags", [dict(steps=0), dict(steps=2), dict(steps=2, dtype="bfloat16")], ids=str)
+def test_a_wrong_sampler_ends_a_run_before_its_first_sample(monkeypatch, flags):
+    factor = 1.5 if "dtype" in flags else 1.02
+    monkeypatch.setattr(rloo, "draw", lambda logits, *rest: draw(logits * factor, *rest))
+    args = arguments("rloo", **flags)
     with pytest.raises(BadInput, match="log-prob"):
         rloo.main(args)
     assert not list(rloo.Path(args.out).glob("*.jsonl"))
