@@ -19,7 +19,8 @@ Shapes    B prompts per step, k samples each, T tokens in the longest: rewards a
 Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function |
           frac_reward_zero_std: share of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
           per token | completions/mean_length | completions/clipped_ratio: share of samples cut off by max_new_tokens |
-          loss | clip_ratio | grad_norm | learning_rate. eval_*: one sample of each held-out prompt.
+          loss | clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token |
+          grad_norm | learning_rate. eval_*: one sample of each held-out prompt.
 """
 import csv
 import hashlib
@@ -128,6 +129,12 @@ class Args:
 
 # ---- The loss --------------------------------------------------------
 
+def compute_advantages(rewards: torch.Tensor, old_logps: torch.Tensor, ref_logps: torch.Tensor, beta: float):
+    """Equation (2), then (1): rewards (B, k), log-probs (B, k, T) -> (B, k)."""
+    kl = (old_logps - ref_logps).sum(dim=2)  # k1: in a reward it is unbiased, k3 in a loss is not (arXiv:2512.21852)
+    return leave_one_out(rewards - beta * kl)
+
+
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
     """(B, k) -> (B, k): each reward minus the mean of the prompt's other samples. A sample with NaN is left out: its
     advantage is 0, and no baseline contains it. No division by the standard deviation: it would bias the gradient."""
@@ -137,12 +144,14 @@ def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
     return torch.where(counts > 1, advantages, 0.0).nan_to_num(0.0)
 
 
-def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
-    """The loss per sample, (B, k). Where old_logp = logp its gradient is −advantage · ∇ log π(y|x), as in (1)."""
-    log_ratio = (logp - old_logp).clamp(max=88)  # of whole sequences; e^89 is inf, and inf · 0 is NaN
+def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float):
+    """The loss of each sample, (B, k), or of each token, (B, k, T), and whether its ratio is clipped. Where
+    old_logp = logp the gradient is −advantage · ∇ log π(y|x), as in (1)."""
+    log_ratio = (logp - old_logp).clamp(max=88)  # e^89 is inf, and inf · 0 is NaN
     ratio = torch.exp(log_ratio)
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    return -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    losses = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    return losses, clipped_ratio * advantages < ratio * advantages
 
 
 # ---- A batch ---------------------------------------------------------
@@ -154,7 +163,7 @@ class Row(NamedTuple):
 
 class Sample(NamedTuple):
     tokens: tuple[int, ...]  # with its stop token
-    logp: float  # log π(y|x) of the sampler
+    logps: tuple[float, ...]  # log π of each token, of the sampler
     entropy: float  # of the sampler, in nats, summed over tokens
 
 
@@ -164,7 +173,7 @@ class Samples(NamedTuple):
     texts: list[list[str]]  # k per prompt
     mask: torch.Tensor  # (B, k, T) bool: whether the sample has a token t
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
-    logp: torch.Tensor  # (B, k): log π(y|x) of the sampler
+    logps: torch.Tensor  # (B, k, T): log π of each token, of the sampler, 0 after the end
     entropy: torch.Tensor  # (B, k): of the sampler, in nats, summed over tokens
 
 
@@ -175,11 +184,12 @@ def token_logprobs(model, groups: list, T: int, args: Args) -> torch.Tensor:
 
 
 @torch.no_grad()
-def score_reference(reference, samples: Samples, device: str, args: Args) -> torch.Tensor | None:
-    """log π_ref of each token, (B, k, T): in the micro-batches of run_batch, so that it equals log π before step 1."""
-    if reference is None:
-        return None
+def score_reference(reference, samples: Samples, device: str, args: Args) -> torch.Tensor:
+    """log π_ref of each token, (B, k, T): in the micro-batches of run_batch, so that it equals log π before step 1.
+    All 0 without a reference."""
     ref_logps = torch.zeros(samples.mask.shape, device=device)
+    if reference is None:
+        return ref_logps
     with reference as model:
         for indices, counts in micro_batches(model, samples.groups, args.tokens_per_forward, *processes()):
             micro = [samples.groups[i] for i in indices]
@@ -187,10 +197,12 @@ def score_reference(reference, samples: Samples, device: str, args: Args) -> tor
     return all_reduce(ref_logps)
 
 
-def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor | None,
+def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor,
               old_logps: torch.Tensor | None, args: Args) -> tuple[torch.Tensor, dict]:
     """Adds the gradient of the mean loss, in micro-batches that the processes share. rewards (B, k), log-probs
-    (B, k, T). old_logps None: the policy is still the one that sampled. Returns log π without gradient, and metrics."""
+    (B, k, T). old_logps None: the policy is still the one that sampled, and the forward with the gradient gives them.
+    So advantages, which contain the KL penalty, are computed here. Returns log π without gradient, and metrics."""
+    divisor = rewards.numel()  # the loss is a mean over samples
     all_logps = torch.zeros(samples.mask.shape, device=rewards.device)
     loss_sum = torch.zeros((), device=rewards.device)
     clip_sum = torch.zeros((), device=rewards.device)
@@ -198,32 +210,28 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
         micro = [samples.groups[i] for i in indices]
         logps = token_logprobs(policy, micro, all_logps.shape[2], args)  # (b, k, T)
         old = logps.detach() if old_logps is None else old_logps[indices]
-        reward = rewards[indices]  # (b, k)
-        if ref_logps is not None:
-            reward = reward - args.beta * (old - ref_logps[indices]).sum(dim=2)  # R of (2)
-        advantages = leave_one_out(reward)  # of (1)
-        logp, old_logp = logps.sum(dim=2), old.sum(dim=2)  # (b, k)
-        loss = policy_loss(logp, old_logp, advantages, args.clip_eps).sum() / rewards.numel() * counts
+        advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
+        losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)  # (b, k)
+        loss = losses.sum() / divisor * counts
         loss.backward()
 
         all_logps[indices] += logps.detach() * counts
         loss_sum += loss.detach()
-        ratio = (logp - old_logp).detach().exp()
-        is_clipped = (ratio - 1) * advantages.sign() > args.clip_eps
         clip_sum += is_clipped.sum() * counts
-    values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / rewards.numel()}
+    values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / divisor}
     return all_reduce(all_logps), values
 
 
 def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
     """Of samples and their rewards (B, k), before clipping and KL."""
-    known = rewards[~rewards.isnan()]
+    is_known = ~rewards.isnan()
+    known = rewards[is_known]
     highest = rewards.nan_to_num(-math.inf).amax(dim=1)
     lowest = rewards.nan_to_num(math.inf).amin(dim=1)
     return {
         "reward": known.mean().item(),
-        "reward_std": known.std(correction=0).item(),
-        "frac_reward_zero_std": (highest <= lowest).float().mean().item(),
+        "reward_std": known.std(correction=min(1, len(known) - 1)).item(),
+        "frac_reward_zero_std": ((highest <= lowest) & (is_known.sum(dim=1) > 1)).float().mean().item(),
         "completions/mean_length": samples.mask.sum(dim=2).float().mean().item(),
         "completions/clipped_ratio": 1 - samples.ended.float().mean().item(),
         "entropy": (samples.entropy.sum() / samples.mask.sum()).item(),
@@ -241,9 +249,8 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
     values = metrics(samples, rewards) | reward_means
     del values["frac_reward_zero_std"]  # of one sample
     ref_logps = score_reference(reference, samples, policy.device, args)
-    if ref_logps is not None:
-        ratios = samples.logp - ref_logps.sum(dim=2).cpu()  # (B, 1)
-        values["kl"] = (ratios.sum() / samples.mask.sum()).item()
+    if reference:
+        values["kl"] = ((samples.logps - ref_logps.cpu()).sum() / samples.mask.sum()).item()
     return {f"eval_{name}": value for name, value in values.items()}
 
 
@@ -319,7 +326,10 @@ def main(args: Args) -> list[dict]:
             optimizer.step()
             optimizer.zero_grad()
 
-        if ref_logps is not None:
+        difference = (old_logps.cpu() - samples.logps).abs()
+        values["sampling/sampling_logp_difference/mean"] = (difference.sum() / samples.mask.sum()).item()
+        values["sampling/sampling_logp_difference/max"] = difference.max().item()
+        if reference:
             lengths = samples.mask.sum(dim=2).to(device)  # (B, k)
             ratios = (old_logps - ref_logps).sum(dim=2)  # (B, k)
             values["kl"] = (ratios.sum() / lengths.sum()).item()
@@ -370,12 +380,15 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
 
     completions = [[sample.tokens for sample in samples] for samples in drawn]
     lengths = torch.tensor([[len(y) for y in ys] for ys in completions])
+    mask = torch.arange(lengths.max()) < lengths[..., None]
+    logps = torch.zeros(mask.shape)
+    logps[mask] = torch.tensor([logp for samples in drawn for sample in samples for logp in sample.logps])
     return Samples(
         groups=list(zip(prompts, completions)),
         texts=[tokenizer.batch_decode(ys, skip_special_tokens=True) for ys in completions],
-        mask=torch.arange(lengths.max()) < lengths[..., None],
+        mask=mask,
         ended=torch.tensor([[y[-1] in stops for y in ys] for ys in completions]),
-        logp=torch.tensor([[sample.logp for sample in samples] for samples in drawn]),
+        logps=logps,
         entropy=torch.tensor([[sample.entropy for sample in samples] for samples in drawn]),
     )
 
@@ -449,26 +462,26 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
         logits = core(**inputs, **cache, use_cache=True).logits[:, -1]
 
     is_late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): tokens after the end
-    logps = logps.masked_fill(is_late, 0.0).sum(1).tolist()
     entropies = entropies.masked_fill(is_late, 0.0).sum(1).tolist()
-    completions = [tuple(y[:length]) for y, length in zip(tokens.tolist(), lengths.tolist())]
-    samples = list(map(Sample, completions, logps, entropies))
+    columns = zip(lengths.tolist(), tokens.tolist(), logps.tolist(), entropies)
+    samples = [Sample(tuple(y[:length]), tuple(logp[:length]), entropy) for length, y, logp, entropy in columns]
     return [samples[i:i + k] for i in range(0, B * k, k)]
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
-    """(n, V) logits, (n,) uniform numbers -> (n,) tokens; their log-probs before top_k and top_p; entropies after."""
+    """(n, V) logits, (n,) uniform numbers -> (n,) tokens, their log-probs, and entropies: before top_k and top_p."""
     logps = torch.log_softmax(logits.float() / temperature, dim=-1)
     kept = logps
     if top_k:
         kept = TopKLogitsWarper(top_k)(None, kept)
     if top_p < 1:
         kept = TopPLogitsWarper(top_p)(None, kept)
-    probs = kept.exp() if kept is logps else kept.softmax(-1)
+    full_probs = logps.exp()
+    entropy = -(full_probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
+    probs = full_probs if kept is logps else kept.softmax(-1)
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
     token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)
-    entropy = -torch.special.xlogy(probs, probs).sum(-1)
     return token[:, 0], logps.gather(-1, token)[:, 0], entropy
 
 
@@ -479,7 +492,7 @@ def check_sampler(policy, tokenizer, args: Args):
     samples = rollout(policy, tokenizer, [tuple(ids[:8]), tuple(ids[8:])], 2, 0, args)
     with torch.no_grad():
         logp = token_logprobs(policy, samples.groups, samples.mask.shape[2], args).sum(dim=2).cpu()
-    difference = ((samples.logp - logp).abs() / samples.mask.sum(dim=2)).max()  # nats per token
+    difference = ((samples.logps.sum(dim=2) - logp).abs() / samples.mask.sum(dim=2)).max()  # nats per token
     if not difference < (5e-2 if args.dtype == "bfloat16" else 1e-3):
         raise BadInput(f"{args.model} cannot be sampled from: its key-value cache changes log-probs by "
                        f"{difference:.2g} nats per token")
@@ -510,6 +523,8 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
             raise BadInput(f"{name} gave {values} for {len(repeated)} completions: is a return missing?")
         values = [math.nan if value is None else float(value) for value in values]
         values = torch.tensor([value for part in all_gather(values) for value in part])  # (B · k,)
+        if values.isinf().any():
+            raise BadInput(f"{name} gave an infinite reward: let it return None to leave a completion out")
         means[f"rewards/{name}"] = values.nanmean().item()
         total += weight * values.nan_to_num(0.0)
         has_reward |= ~values.isnan()
