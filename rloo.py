@@ -96,7 +96,7 @@ class Args:
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
     lora_target: str = "all-linear"  # or layer names, as a regular expression
 
-    k: int = 4  # samples per prompt; TRL's num_generations
+    k: int = 4  # samples per prompt
     beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
     updates_per_rollout: int = 1  # optimizer steps per rollout
     clip_eps: float = 0.2  # the ratio is clipped to 1 ± clip_eps
