@@ -5,7 +5,7 @@
     Swap                                 reference weights kept on the CPU: for new completions or a moving reference
 
 A group is `(prompt_ids, [completion_ids, ...])`, tuples of token ids; a completion includes its EOS. Policy and
-reference go through one function, so they agree before the first update: margin 0, loss ln 2, KL 0.
+reference go through one function, so they agree before the first update.
 Shapes: T tokens in a forward, T_k keys of all spans, N completion tokens, D head size, H hidden size, V vocabulary.
 """
 import gc
@@ -50,7 +50,7 @@ sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
 
 
 class BadInput(ValueError):
-    """Wrong usage, data or files. The message is one sentence: where, what is wrong, what to do."""
+    """Wrong usage, data or files. One sentence: where, what is wrong, what to do."""
 
 
 class CannotShare(BadInput):
@@ -62,8 +62,7 @@ class CannotShare(BadInput):
 class ReferenceCache(Mapping):
     """Token log-probs under a frozen reference: cache[prompt_ids, completion_ids] is float32, (len(completion_ids),).
     `header` holds strings that say what the log-probs belong to, such as reference=checkpoint_digest(folder),
-    dtype="float32". A file with another header is refused; only `name` may differ. 8 bytes per completion token and 4
-    per prompt token."""
+    dtype="float32". A file with another header is refused; only `name` may differ."""
 
     def __init__(self, **header: str):
         self.header = {"format": "4", **header}
@@ -85,8 +84,7 @@ class ReferenceCache(Mapping):
 
     def fill(self, load_model: Callable, groups: Groups, tokens_per_forward=16384, path=None) -> int:
         """Scores what is neither in this cache nor in the file at `path`, and saves it there. Returns the number of
-        completions scored. `load_model()` is called only if something is missing, and must keep no reference to its
-        model: the model is freed before this method returns."""
+        completions scored. `load_model()` is called only if something is missing, and its model is freed."""
         if path and Path(path).exists():
             self.load(path)
         missing = self.missing(groups)
@@ -96,20 +94,16 @@ class ReferenceCache(Mapping):
         if not missing:
             return 0
         if path:
-            with lock_of(path):  # an error comes now, not after the forwards
+            with FileLock(f"{os.path.realpath(path)}.lock"):  # an error comes now, not after the forwards
                 pass
         model = load_model()
         try:
-            self.score_missing(model, missing, tokens_per_forward, path=path)
+            self.score(model, missing, tokens_per_forward, path=path)
         finally:
             del model
             gc.collect()
             torch.cuda.empty_cache()
         return sum(len(completions) for _, completions in missing)
-
-    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0):
-        """Scores what is missing with `model`."""
-        self.score_missing(model, self.missing(groups), tokens_per_forward, temperature)
 
     def missing(self, groups: Groups) -> Groups:
         """What is not scored yet, all completions of a prompt together and each once."""
@@ -124,13 +118,13 @@ class ReferenceCache(Mapping):
         return missing
 
     @torch.no_grad()
-    def score_missing(self, model, missing: Groups, tokens_per_forward: int, temperature=1.0, path=None):
-        """Saves to `path` about every minute, at the end, and on an exception."""
+    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
+        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an exception."""
         if unwrap_model(model) not in PROBED:
             enable_shared_prompts(model)  # before the groups are packed
         budget = tokens_per_forward if has_shared_prompts(model) else 0  # 0: one row per completion
         todo = []
-        for prompt, completions in missing:
+        for prompt, completions in self.missing(groups):
             for part in pack(list(map(len, completions)), budget - len(prompt)):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
@@ -149,14 +143,11 @@ class ReferenceCache(Mapping):
                     if path and time.monotonic() > save_at:
                         self.save(path)
                         save_at = time.monotonic() + 60
-        except BaseException:
+        finally:
             if path:
-                self.save(path)
-            raise
+                self.save(path)  # each process its part: save keeps what the others saved
         for theirs in all_gather(new):
             self.add(theirs)
-        if path and processes()[0] == 0:
-            self.save(path)
 
     def add(self, entries):
         for prompt, scored in entries:
@@ -164,7 +155,7 @@ class ReferenceCache(Mapping):
 
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
-        with lock_of(path):
+        with FileLock(f"{os.path.realpath(path)}.lock"):
             if Path(path).exists() and stamp_of(path) != self.stamp:
                 self.load(path)
             table = pickle.dumps(self.table, protocol=4)
@@ -173,7 +164,7 @@ class ReferenceCache(Mapping):
             self.stamp = stamp_of(path)
 
     def load(self, path):
-        """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged, or has another header."""
+        """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged or has another header."""
         try:
             first_line, _, pickled = Path(path).read_bytes().partition(b"\n")
             header = json.loads(first_line)
@@ -196,7 +187,7 @@ class ReferenceCache(Mapping):
 
 
 def one_behind(items: Iterable) -> Iterator:
-    """Yields each item when the next one has been made: the GPU computes one while the other is copied from it."""
+    """Yields each item when the next one has been made: the GPU computes while results are copied from it."""
     previous = []
     for item in items:
         yield from previous
@@ -204,19 +195,10 @@ def one_behind(items: Iterable) -> Iterator:
     yield from previous
 
 
-@contextmanager
-def lock_of(path):
-    try:
-        with FileLock(f"{os.path.realpath(path)}.lock"):
-            yield
-    except OSError as error:
-        raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
-
-
 def stamp_of(path) -> tuple:
     """Changes when a file is replaced."""
     stat = os.stat(path)
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def load_builtins(data: bytes) -> dict:
@@ -271,12 +253,14 @@ class Swap:
         self.theirs = {}  # name -> the reference's values, on the CPU
         reference_weights = reference.state_dict()
         weights = policy.state_dict(keep_vars=True)
-        unique = {id(tensor): name for name, tensor in weights.items()}  # tied weights once
-        for name in unique.values():
-            tensor = weights[name]
-            if any(all_gather(can_differ(tensor, reference_weights[name]))):
+        unique = {id(tensor): (name, tensor) for name, tensor in weights.items()}  # tied weights once
+        for name, tensor in unique.values():
+            values = local(tensor)
+            is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+            can_differ = not is_frozen or not torch.equal(values, local(reference_weights[name]).to(values))
+            if any(all_gather(can_differ)):
                 self.ours[name] = tensor.detach()
-                self.theirs[name] = torch.empty_like(local(tensor), device="cpu", pin_memory=tensor.is_cuda)
+                self.theirs[name] = torch.empty_like(values, device="cpu", pin_memory=tensor.is_cuda)
         copy(reference_weights, self.theirs)
 
     def __enter__(self):
@@ -314,12 +298,6 @@ class Swap:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]):
         copy(state, self.theirs)
-
-
-def can_differ(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Whether a swap must copy this weight: it trains, is a buffer, or differs although it does not train."""
-    frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-    return not frozen or not torch.equal(local(tensor), local(reference).to(local(tensor)))
 
 
 @torch.no_grad()
@@ -380,8 +358,8 @@ def checkpoint_digest(name: str) -> str:
 def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
 
-    Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result;
-    by default there is one forward. temperature divides the logits, as in sampling.
+    Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result.
+    temperature divides the logits, as in sampling.
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
     core = unwrap_model(model)
     check_groups(core, groups)
@@ -409,11 +387,10 @@ def check_groups(core, groups: Groups):
     vocabulary = len(core.get_input_embeddings().weight)
     for prompt, completions in groups:
         if not prompt or not completions or not all(completions):
-            raise BadInput("a prompt or completion without tokens has no log-prob: leave it out")
+            raise BadInput("a prompt or completion without tokens: leave it out")
         length = len(prompt) + max(map(len, completions))
         if length > context or max(map(max, (prompt, *completions))) >= vocabulary:
-            raise BadInput(f"a row of {length} tokens is outside the model, which has {context} positions and "
-                           f"{vocabulary} embeddings")
+            raise BadInput(f"a row of {length} tokens: the model has {context} positions, {vocabulary} embeddings")
 
 
 def forward(core, groups: Groups, lay_out: Callable, temperature=1.0) -> Ragged:
@@ -494,8 +471,8 @@ def sum_tokens(values: Ragged) -> torch.Tensor:
 
 
 def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp: tuple | None = None) -> Ragged:
-    """log π − log π_ref of each token. logps: from completion_logprobs for these groups; ref_logps[prompt, y]: the
-    reference's (None: all 0). clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
+    """log π − log π_ref of each token. logps: of these groups; ref_logps[prompt, y]: the reference's (None: all 0).
+    clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
     ratios = torch.cat([y for completions in logps for y in completions])  # (N,)
     if ref_logps is not None:
         flat = np.concatenate([ref_logps[prompt, y] for prompt, completions in groups for y in completions])
@@ -512,8 +489,8 @@ def check_agreement(difference: float, dtype: str):
     if dtype == "bfloat16":
         limit = 1e-2 if processes()[1] == 1 else 3e-2  # other batches round differently
     if not difference < limit:
-        raise BadInput(f"policy and reference differ by {difference:.2g} nats per token: the cache is another model's "
-                       "(delete it), or forwards are inexact (try --dtype float32)")
+        raise BadInput(f"policy and reference differ by {difference:.2g} nats per token: delete the cache, if it is "
+                       "another model's, or try --dtype float32")
 
 
 def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=1) -> list[tuple[list[int], int]]:
@@ -566,31 +543,30 @@ def unwrap_model(model):
 @contextmanager
 def eval_mode(model):
     """Without dropout and gradient checkpointing, which would ignore a key-value cache."""
-    before = {module: module.training for module in model.modules()}
+    was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        for module, training in before.items():
-            module.training = training
+        model.train(was_training)
 
 
 def context_length(config) -> float:
     """Tokens of the longest row whose log-probs do not depend on what else is in the batch."""
     config = config.get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
-    bounds = [getattr(config, "max_position_embeddings", None)]
-    bounds += [getattr(config, name, None) for name in ("index_topk", "keep_window_size")]  # longer rows are sparse
+    names = ("max_position_embeddings", "index_topk", "keep_window_size")  # the last two: longer rows are sparse
+    bounds = [getattr(config, name, None) for name in names]
     for rope in (ropes, *ropes.values()):
-        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):  # others rotate all rows alike
+        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):  # others treat all rows alike
             bounds.append(rope.get("original_max_position_embeddings"))
     return min(filter(None, bounds), default=math.inf)
 
 
 def progress_bar(*items, **options) -> tqdm:
-    """tqdm. Bars within another one leave no line; without a terminal there is an update every 30 s."""
+    """tqdm in the first process. Inner bars leave no line; without a terminal they move every 30 s."""
     seconds = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=max(seconds, 10), **options)
+    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=30, disable=processes()[0] > 0, **options)
 
 
 def one_line(error: BaseException) -> str:
@@ -621,9 +597,9 @@ def processes() -> tuple[int, int]:
 
 
 def shard(model, device: str, dtype="float32"):
-    """Splits the weights over the processes, layer by layer (FSDP2), also over a single one: with dtype "bfloat16" each
-    layer computes in a bfloat16 copy, while the optimizer's weights and the sums of gradients stay float32.
-    Gradients are sums over the processes: divide a loss by the global batch size."""
+    """Splits the weights over the processes (FSDP2), also over a single one: with dtype "bfloat16" each layer computes
+    in a bfloat16 copy, while the optimizer's weights and the sums of gradients stay float32. Gradients are sums over
+    the processes: divide a loss by the global batch size."""
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
@@ -692,7 +668,9 @@ def enable_shared_prompts(model) -> bool:
     completion_logprobs calls it if you did not. Raises BadInput for a model whose log-probs cannot be computed here."""
     core = unwrap_model(model)
     name = type(core).__name__.removeprefix("FSDP")
-    own_attention = attention_without_sharing(core)
+    own_attention = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
+    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
+        own_attention = own_attention.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
     core.set_attn_implementation(own_attention)
     is_supported = False
     problem = ""
@@ -715,14 +693,6 @@ def enable_shared_prompts(model) -> bool:
     return not problem
 
 
-def attention_without_sharing(core) -> str:
-    """The name of the model's own attention."""
-    name = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
-    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
-        name = name.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
-    return name
-
-
 def check_padded(core):
     """Padded rows must give the log-probs of one forward per sequence, also if that ends earlier."""
     error, dtype = probe(core, lay_out_padded, cut=True)
@@ -731,8 +701,7 @@ def check_padded(core):
 
 
 def switch_attention(core):
-    """Switches to attention with shared prompts. A flat row must give the log-probs of one forward per sequence, and a
-    row without spans must clearly differ."""
+    """A flat row must give the log-probs of one forward per sequence, and a row without spans must clearly differ."""
     layers = set(getattr(core.config.get_text_config(), "layer_types", None) or ())
     if core._is_stateful or not layers <= {"full_attention", "sliding_attention"}:
         raise CannotShare("recurrent, convolutional or chunked layers would mix completions")
@@ -749,8 +718,8 @@ def has_shared_prompts(model) -> bool:
 
 
 def probe(core, lay_out: Callable, cut=False) -> tuple[float, torch.dtype]:
-    """Largest difference, in nats, between log-probs in this layout and those of one forward per sequence, and the
-    dtype of the forwards. With `cut` a sequence ends earlier, which must change nothing."""
+    """Largest difference, in nats, from log-probs of one forward per sequence, and the dtype of forwards. With `cut` a
+    sequence ends earlier, which must change nothing."""
     ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 96).long().tolist()
     prompt, first, second = tuple(ids[::3]), tuple(ids[1::3]), tuple(ids[2::3][:5])  # 32, 32 and 5 tokens
     errors = []
@@ -804,7 +773,7 @@ def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
 
 
 def one_kernel_serves(query, value) -> bool:
-    """Whether one varlen_attn call can serve all spans. A loop over them is bound by kernel launches on CUDA."""
+    """Whether one varlen_attn call can serve all spans: a loop is bound by kernel launches on CUDA."""
     size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
             and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
@@ -816,8 +785,9 @@ AttentionMaskInterface.register(SHARED, shared_prompt_mask)
 
 def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
     """Copies a CPU tensor, to a GPU without waiting for its kernels."""
-    on_gpu = torch.device(device).type == "cuda"
-    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:
@@ -844,7 +814,7 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
     ids, positions = to_device(torch.from_numpy(np.stack([ids, np.concatenate(positions)])), device)  # (T,)
     sources, targets = to_device(torch.from_numpy(np.stack([np.concatenate(sources), targets])), device)  # (N,)
     keys = to_device(torch.from_numpy(np.concatenate(keys)), device) if len(ids) < key_ends[-1] else None  # (T_k,)
-    # without an all-ones mask, transformers treats restarting positions as packed sequences and masks the prompts
+    # without a mask of ones, transformers treats restarting positions as packed sequences and masks the prompts
     ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(ids))
     spans = None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)
     return dict(input_ids=ids[None], position_ids=positions[None], attention_mask=ones, spans=spans), sources, targets

@@ -108,7 +108,7 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
     assert all(gradient.isfinite().all() for gradient in gradients if gradient is not None)
 
 
-@pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("exo_pair", 1.0), ("robust", 0.5)])
+@pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("robust", 0.5)])
 def test_a_loss_that_is_not_defined_is_refused_before_anything_is_loaded(loss, eps):
     with pytest.raises(BadInput, match="--label_smoothing"):
         dpo.main(Args(model="no folder", data="no file", loss=("sigmoid", loss), label_smoothing=eps))
@@ -131,7 +131,7 @@ def test_metrics_by_hand():
     values = metrics(PAIRS._replace(ratio_w=tensor([2.0, 0.0]), ratio_l=tensor([-1.0, 0.0])), Args(beta=BETA))
     expected = {"rewards/chosen": [0.4, 0.0], "rewards/rejected": [-0.2, 0.0], "rewards/margins": [0.6, 0.0],
                 "rewards/accuracies": [1.0, 0.5], "logps/chosen": [-20.0, -35.0], "logps/rejected": [-24.0, -31.0],
-                "nll/chosen": [2.5, 3.5], "logratio": [0.25, 0.0], "loss": [-log(sg(0.6)), log(2)]}
+                "logratio": [0.25, 0.0], "loss": [-log(sg(0.6)), log(2)]}
     assert values.keys() == expected.keys()
     for name, value in values.items():
         assert value.tolist() == pytest.approx(expected[name]), name

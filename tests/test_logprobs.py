@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import (
-    GPT2, GROUPS, MODELS, ON_CUDA, P, Q, R, SAMPLES, SMALL, TOKENS, build, flat, make, slow, values_and_gradients)
+    GPT2, GROUPS, MODELS, ON_CUDA, P, Q, SAMPLES, SMALL, TOKENS, build, flat, make, slow, values_and_gradients)
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
@@ -313,11 +313,10 @@ def test_share_prompts_says_what_it_decided(capsys):
 
 def test_eval_mode_ends_also_when_the_block_raises():
     model = make("llama").train()
-    model.lm_head.eval()
     with pytest.raises(KeyError), eval_mode(model):
         assert not any(module.training for module in model.modules())
         raise KeyError
-    assert [name for name, module in model.named_modules() if not module.training] == ["lm_head"]
+    assert all(module.training for module in model.modules())
 
 
 def test_dropout_does_not_disturb_the_decision():
@@ -423,7 +422,7 @@ def test_sparse_attention_is_exact_while_a_row_has_no_more_tokens_than_it_keeps(
     """Beyond them it may choose others than for the row alone."""
     model = build(model_type, config)
     assert_exact(model)
-    with pytest.raises(BadInput, match="71 tokens .* 70 positions"):
+    with pytest.raises(BadInput, match="71 tokens.* 70 positions"):
         completion_logprobs(model, [((5,) * 66, [(6,) * 5])])
 
 
