@@ -423,9 +423,8 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     need_scores = any(loss.startswith("rpo") for loss in args.loss)
 
     def scores_of(row):
-        if need_scores and not {"chosen_reward", "rejected_reward"} <= row.keys():
-            raise ValueError("rpo losses need chosen_reward and rejected_reward")
-        return [float(row[name]) if need_scores else 0.0 for name in ("chosen_reward", "rejected_reward")]
+        names = ("chosen_reward", "rejected_reward")
+        return [float(row.get(name, f"no {name}")) if need_scores else 0.0 for name in names]
 
     def answers_of(row):
         scores_of(row)  # a missing one is an error of this row

@@ -378,8 +378,8 @@ def test_rewards_of_the_data_are_read_for_the_rpo_losses_and_missing_ones_refuse
     scores = dict(chosen_reward=0.75, rejected_reward="-2")
     assert load([TEXT | scores], loss=("rpo_sq",))[0][3:5] == (0.75, -2.0)
     for name in scores:
-        with pytest.raises(BadInput, match="need chosen_reward and rejected_reward"):
-            load([TEXT | {name: 1.0}], loss=("sigmoid", "rpo_fwd_kl"))
+        with pytest.raises(BadInput, match=f"no {name}"):
+            load([TEXT | {key: 1.0 for key in scores if key != name}], loss=("sigmoid", "rpo_fwd_kl"))
 
 
 # ---- Files -----------------------------------------------------------
