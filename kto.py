@@ -497,9 +497,9 @@ def read_rows(source: str) -> list:
             return list(optional("datasets").load_dataset(name, split=split or "train"))
 
 
-def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
-    """Tokenizes a file: [(prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns), ..]. Drops
-    rows that cannot be trained on, and says how many. answers_of(row): the answers in it."""
+def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple]:
+    """Tokenizes a file, row by row: prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns.
+    Drops rows that cannot be trained on, and says how many. answers_of(row): the answers in it."""
     try:
         file_rows = read_rows(source)
     except (OSError, ValueError) as error:
@@ -530,7 +530,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     if kind is str and tokenizer.chat_template and not lacks_prompt:
         print(f"{source}: strings are trained without the model's chat template; --as_chat applies it")
 
-    encoded = []
+    kept = 0
     lengths = []
     all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
     for texts, columns in rows:
@@ -545,17 +545,17 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
         else:
             lengths.append(max(map(len, [prompt, *sequences])))
             if lengths[-1] <= args.max_length:
-                encoded.append((prompt, sequences, begins, columns))
+                kept += 1
+                yield prompt, sequences, begins, columns
             else:
                 counts[f"dropped: longer than {args.max_length} tokens"] += 1
     notes = [f"{count} {note}" for note, count in counts.items() if count]
-    print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
-    if 2 * len(encoded) < len(rows):
+    print(f"{source}: {kept} of {len(rows)} rows", *notes, sep="; ")
+    if 2 * kept < len(rows):
         if 2 * len(lengths) >= len(rows):
             enough = np.quantile(lengths, 0.95, method="inverted_cdf")
             notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
-    return encoded
 
 
 def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple[str | list, list]:

@@ -132,7 +132,7 @@ MUTANTS = [  # (file, tests that should notice, text, replacement)
     ("rloo.py", RLOO, 'texts.append(text.partition("\\uffff")[0])', "texts.append(text)"),
     ("refcache.py", LOG, "y = y[:len(y) // 2] if cut else y", "pass"),
     ("dpo.py", REF, "and module.weight is not embeddings", "and True"),
-    ("dpo.py", DATA, "if 2 * len(encoded) < len(rows):", "if not encoded:"),
+    ("dpo.py", DATA, "if 2 * kept < len(rows):", "if not kept:"),
     ("dpo.py", DATA, "if as_chat and isinstance(prompt, str):", "if False:"),
     ("dpo.py", RESUME, '    if (out / "model").exists():', "    if False:"),
 ]
