@@ -181,12 +181,12 @@ QWEN3 = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assis
 MISTRAL = "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] " \
           "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}" \
           "{{ m.content }}[/INST]{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
-R1 = "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<assistant>" \
-     "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}" \
+R1 = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}" \
+     "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}" \
      "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 NOTHING = "<think>\n\n</think>\n\n"
 SYSTEM = said("Be brief.", "system")
-SHAPES = [  # template, what it makes of an answer, of an answer between spaces, whether it renders the prompt differently
+SHAPES = [  # template, what it makes of an answer, of an answer between spaces, whether the prompt reads differently
     (CHATML, "{}<|im_end|>\n", " {} <|im_end|>\n", False), (LLAMA3, "{}<|im_end|>\n", "{}<|im_end|>\n", False),
     (GEMMA, "{}<|im_end|>\n", "{}<|im_end|>\n", False),
     (QWEN3, NOTHING + "{}<|im_end|>\n", NOTHING + " {} <|im_end|>\n", False),
@@ -316,8 +316,8 @@ def test_answers_that_begin_with_a_short_prompt_and_a_single_one_stay_whole(load
 @pytest.mark.parametrize("bad, words", [
     ({"prompt": "x", "chosen": "y"}, "expected.*found prompt, chosen in"), (dict(TEXT, chosen=5), "expected.*5"),
     (dict(TEXT, chosen=None), "expected.*null"), (dict(TEXT, chosen=dict(said("a")[0])), "expected"),
-    (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"), (dict(chat(), prompt=[]), "expected"),
-    ('["a list"]', "column"), ("7", "column"), ('{"prompt": ', ""), (dict(TEXT, prompt=None), "prompt"),
+    (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"),
+    (dict(chat(), prompt=[]), "expected"), ('["a list"]', "column"), ("7", "column"), ('{"prompt": ', ""), (dict(TEXT, prompt=None), "prompt"),
     (dict(TEXT, chosen=json.dumps(said("a"))), "string"), (dict(TEXT, chosen=str(said("a")[0])), "string"),
     (dict(TEXT, prompt=str(said("q", "user"))), "string"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages")])
 def test_rows_that_cannot_be_read_are_refused_with_file_and_row(load, bad, words):
