@@ -317,7 +317,8 @@ def test_answers_that_begin_with_a_short_prompt_and_a_single_one_stay_whole(load
     ({"prompt": "x", "chosen": "y"}, "expected.*found prompt, chosen in"), (dict(TEXT, chosen=5), "expected.*5"),
     (dict(TEXT, chosen=None), "expected.*null"), (dict(TEXT, chosen=dict(said("a")[0])), "expected"),
     (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"),
-    (dict(chat(), prompt=[]), "expected"), ('["a list"]', "column"), ("7", "column"), ('{"prompt": ', ""), (dict(TEXT, prompt=None), "prompt"),
+    (dict(chat(), prompt=[]), "expected"), ('["a list"]', "column"), ("7", "column"), ('{"prompt": ', ""),
+    (dict(TEXT, prompt=None), "prompt"),
     (dict(TEXT, chosen=json.dumps(said("a"))), "string"), (dict(TEXT, chosen=str(said("a")[0])), "string"),
     (dict(TEXT, prompt=str(said("q", "user"))), "string"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages")])
 def test_rows_that_cannot_be_read_are_refused_with_file_and_row(load, bad, words):
