@@ -6,25 +6,22 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     L(θ) = E  λ_D (1 − σ(β (ρ − z)))   if y is desirable,      λ_U (1 − σ(β (z − ρ)))   if not
 
     python kto.py  # the demo: offline, under a minute
-    python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen  # your model, your data
+    python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen
 
-z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws y' anew in each
-batch; here each row keeps one y' for the whole run, so that its reference log-probs can be cached as well. A killed run
-resumes if the same command is given again.
+z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws it in each batch;
+here each row keeps one, so that its reference log-probs can be cached. A killed run resumes if its command is repeated.
 
 Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `prompt, chosen, rejected`, which give one
           row of each kind; strings or chat messages:
-          {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{"role": "assistant", "content": "4"}],
-           "label": true}
+          {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{..}], "label": true}
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
-          difference | rewards/accuracies: share of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/*: log π(y|x) | logratio: |ρ| per token | grad_norm before clipping | learning_rate. eval_*: on
-          held-out rows; eval_score: mean of --score.
+          difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
+          logps/*: log π(y|x) | logratio: |ρ| per token | grad_norm: before clipping | learning_rate | seconds |
+          tokens_per_second | eval_*: of held-out rows | eval_score: mean of --score
 """
 import csv
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -38,27 +35,26 @@ from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Callable, Iterator, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from refcache import (
-    BadInput, ReferenceCache, Swap, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
-    completion_logprobs, context_length, full_tensor, log_ratios, micro_batches, processes, progress_bar,
-    reference_logprobs, shard, share_prompts, sum_tokens, to_device, write_whole)
+    BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group,
+    processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -80,7 +76,7 @@ class Args:
     as_chat: bool = False  # strings become messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
-    out: str = "out/kto"  # folder for everything that a run writes
+    out: str = "out/kto"  # folder of the run
 
     ref: Literal["cache", "swap", "live"] = "cache"  # see README
     ref_model: str | None = None  # None: the policy before training
@@ -101,24 +97,23 @@ class Args:
     epochs: float = 1.0  # passes over the data
     steps: int | None = None  # optimizer steps; None: from epochs; 0: only fill the cache
     batch_size: int = 32  # rows per optimizer step
-    lr: float = 1e-6  # peak learning rate
+    lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    warmup: float = 0.1  # share of steps in which lr rises
+    warmup: float = 0.1  # fraction of steps in which lr rises
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA. Weights are float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
-    gradient_checkpointing: bool = False  # memory and speed only, never the result
+    gradient_checkpointing: bool = False  # likewise
 
-    save_every: int = 50  # steps between checkpoints, from which a killed run resumes
+    save_every: int = 50  # steps between checkpoints; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
-    samples: int = 64  # held-out prompts to answer before and after training
+    samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
     score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, of these answers
-    wandb: str | None = None  # project that gets the metrics
 
 
 # ---- The loss --------------------------------------------------------
@@ -140,7 +135,6 @@ def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, args: Args) -> torch
             return weight * (1 - torch.sigmoid(args.beta * sign * (batch.ratio - z)))
         case "apo_zero_unpaired":  # arXiv:2408.06266
             return weight * (1 - torch.sigmoid(args.beta * sign * batch.ratio))
-    raise BadInput(f"there is no loss {loss}")
 
 
 def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -166,7 +160,7 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     completion: tuple[int, ...]
     is_desirable: bool
-    other: tuple[int, ...]  # y', an answer to another prompt, for z; () if the loss needs none
+    other: tuple[int, ...]  # y', an answer to another prompt; () if the loss needs none
     columns: dict  # of the file
 
 
@@ -182,7 +176,7 @@ def other_groups(rows: list[Row]) -> list:
 
 def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
     """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs."""
-    logps = completion_logprobs(policy, groups(rows), args.tokens_per_forward, args.dtype)
+    logps = completion_logprobs(policy, groups(rows))
     ratios = log_ratios(logps, groups(rows), ref_logps, args.humanline)  # both: per row [(|y|,)]
     return Batch(
         logp=sum_tokens(logps).squeeze(1),
@@ -194,35 +188,34 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
 
 @torch.no_grad()
 def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
-    """z of equation 7, a scalar: a mean over the whole batch, then clamped, without β."""
+    """z of equation 7, a scalar: the mean over the whole batch, then clamped."""
     others = other_groups(rows)
     total = torch.zeros((), device=policy.device)
-    for indices in micro_batches(policy, others, args.tokens_per_forward, *processes()):
-        micro = [others[i] for i in indices or [0]]
-        logps = completion_logprobs(policy, micro, args.tokens_per_forward, args.dtype)
+    for indices, counts in micro_batches(policy, others, args.tokens_per_forward, *processes()):
+        micro = [others[i] for i in indices]
+        logps = completion_logprobs(policy, micro)
         ratios = log_ratios(logps, micro, ref_logps, args.humanline)
-        total += sum_tokens(ratios).sum() * bool(indices)  # an empty micro-batch counts 0 times, see micro_batches
+        total += sum_tokens(ratios).sum() * counts
     mean = all_reduce(total) / max(1, len(others))
     return mean.clamp(min=0)
 
 
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
-    """Mean metrics of a batch, in micro-batches that the processes share. With `train`, adds the loss's gradient."""
+    """Mean metrics of a batch, in micro-batches that the processes divide. With `train`, adds the loss's gradient."""
     z = estimate_kl(policy, rows, ref_logps, args)
-    sums, counts = Counter(), Counter()
-    for indices in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
-        micro = [rows[i] for i in indices or [0]]
-        has_rows = bool(indices)  # an empty micro-batch counts 0 times, see micro_batches
+    sums, numbers = Counter(), Counter()
+    for indices, counts in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
+        micro = [rows[i] for i in indices]
         with torch.set_grad_enabled(train):
             values = metrics(measure(policy, micro, ref_logps, args), z, args)
-            loss = values["loss"][0].sum() / len(rows) * has_rows
+            loss = values["loss"][0].sum() / len(rows) * counts
         if train:
             loss.backward()
         for name, (value, mask) in values.items():
-            sums[name] += (value.detach() * mask).sum() * has_rows
-            counts[name] += mask.sum() * has_rows
-    totals = all_reduce(torch.stack([*sums.values(), *counts.values()])).view(2, -1)
-    means = {name: total / count for name, total, count in zip(sums, *totals.tolist()) if count}
+            sums[name] += (value.detach() * mask).sum() * counts
+            numbers[name] += mask.sum() * counts
+    totals = all_reduce(torch.stack([*sums.values(), *numbers.values()])).view(2, -1)
+    means = {name: total / number for name, total, number in zip(sums, *totals.tolist()) if number}
     if "rewards/chosen" in means and "rewards/rejected" in means:
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
     return means | {"kl": z.item()}
@@ -233,21 +226,20 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
     if not rows:
         return {}
     needed = groups(rows) + other_groups(rows)
-    ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward, args.dtype)
+    ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward)
     means = run_batch(policy, rows, ref_logps, args, train=False)
     return {f"eval_{name}": value for name, value in means.items()}
 
 
 # ---- Training --------------------------------------------------------
 
+@process_group()
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
-    device = start_processes()
-    args = resolve(args, device)
-    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
-    args = replace(args, max_length=min(args.max_length, context))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    args = resolve(args)
     out = Path(args.out)
-    lock = open_folder(out, args)  # until this function returns
+    lock = lock_folder(out, args)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
@@ -258,55 +250,54 @@ def main(args: Args) -> list[dict]:
     print_balance(train_rows, args)
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
-
-    digest = checkpoint_digest(args.ref_model)
-    if args.score:
-        load_function(args.score)  # an error comes now
+    run = describe_run(train_rows, eval_rows, [args.score], args)
 
     # The reference comes first, so that memory never holds both models.
-    reference = None
     if args.ref == "cache":
-        reference = ReferenceCache(name=args.ref_model, reference=digest, dtype=args.dtype)
+        reference = ReferenceCache(name=args.ref_model, reference=run["weights"][args.ref_model], dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
-        needed = groups(train_rows + eval_rows) + other_groups(train_rows + eval_rows)
+        rows = train_rows
+        if 0 < steps * batch_size < len(train_rows):  # the run needs fewer
+            rows = batch_rows(1, train_rows, batch_size, args.seed, n_steps=steps)
+        needed = groups(rows + eval_rows) + other_groups(rows + eval_rows)
         scored = reference.fill(lambda: load_model(args.ref_model, device, args), needed, args.tokens_per_forward,
-                                args.dtype, path)  # frees the reference model
+                                path)  # frees the reference model
         print(f"reference: {scored} completions scored, all are in {path}")
     if steps == 0:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
-    if args.ref != "cache":
+    if args.ref in ("swap", "live"):
         reference = load_reference(policy, device, args)
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=args.weight_decay, fused=True)  # lr is set in the loop
-
-    state = {"training": training_state(policy, optimizer)}  # what a checkpoint holds
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
+    decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
+    others = {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0}  # norms and biases
+    optimizer = torch.optim.AdamW([decaying, others], lr=0.0, fused=True)  # lr is set in the loop
+    state = {"training": init_training_state(policy, optimizer)}  # what a checkpoint holds
     if args.sync_reference or args.humanline:
         state["reference"] = reference
-    run = describe_run(train_rows, digest, args)
     last_step = restore_checkpoint(out, run, state)
     if last_step == 0:
         values = {"step": 0}
         values |= write_samples(policy, tokenizer, eval_rows, 0, out, args)
         values |= evaluate(policy, eval_rows, reference, args)
-        log(out, values, args)
+        append(out / "metrics.jsonl", [values])
 
     window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
-    ref_logps = None
-    tokens = 0
-    began = time.monotonic()
+    ref_logps = reference  # a cache has the log-probs of all steps
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
+        began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         first = step - (step - 1) % window
-        if step == first or ref_logps is None:  # a resumed run scores the same window
-            steps_ahead = range(first, min(first + window, steps + 1))
-            ahead = [row for n in steps_ahead for row in batch_rows(n, train_rows, batch_size, args.seed)]
-            needed = groups(ahead) + other_groups(ahead)
-            ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward, args.dtype)
-        values = {"step": step, **run_batch(policy, rows, ref_logps, args, train=True)}
+        if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
+            n_steps = min(window, steps + 1 - first)
+            rows_ahead = batch_rows(first, train_rows, batch_size, args.seed, n_steps)
+            needed = groups(rows_ahead) + other_groups(rows_ahead)
+            ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward)
+        values = {"step": step}
+        values |= run_batch(policy, rows, ref_logps, args, train=True)  # loss.backward() is in it
         if step == 1 and args.ref_model == args.model:
             check_agreement(values["logratio"], args.dtype)
 
@@ -324,21 +315,21 @@ def main(args: Args) -> list[dict]:
         if args.sync_reference and step % args.sync_reference == 0:
             reference.sync(args.sync_mix)  # after the update, as in TR-DPO, arXiv:2404.09656
 
-        if step == steps:
-            values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
+        values["seconds"] = time.monotonic() - began
+        values["tokens_per_second"] = count_tokens(groups(rows)) / values["seconds"]
         if step == steps or (args.eval_every and step % args.eval_every == 0):
+            values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
-        log(out, values, args)
+        append(out / "metrics.jsonl", [values])
         if args.model_every and step % args.model_every == 0:
             save_model(policy, tokenizer, out / f"model-{step}")
-        if step == steps or step % args.save_every == 0:
+        if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
-        tokens += sum(len(row.prompt) + len(row.completion) for row in rows)
-        speed = tokens / (time.monotonic() - began)
-        progress.set_postfix_str(f"loss {values['loss']:.3f}, {speed:.0f} tokens/s", refresh=False)
+        progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} rows; the model is in {out / 'model'}")
+    print(f"{steps} steps of {batch_size} rows; see {out / 'model'} and {out / LOGS[1]}")
+    lock.release()
     return report(out)
 
 
@@ -350,22 +341,18 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
     rows = list({row.prompt: row for row in rows if len(row.prompt) <= longest}.values())[:args.samples]  # one each
     if not rows:
         return {}
-    prompts = [row.columns["prompt"] for row in rows]
-    ids = generate(policy, tokenizer, [row.prompt for row in rows], args)
-    answers = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, answers)]
+    answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    lines = [{"step": step, "prompt": row.columns["prompt"], "completion": text} for row, text in zip(rows, texts)]
     means = {}
     if args.score:
-        names = {name for row in rows for name in row.columns} - {"prompt"}
-        columns = {name: [row.columns.get(name) for row in rows] for name in names}
-        completions = answers
+        columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
+        prompts = columns.pop("prompt")
         if isinstance(prompts[0], list):
-            completions = [[{"role": "assistant", "content": text}] for text in answers]
-        scores = load_function(args.score)(prompts=prompts, completions=completions, **columns)
-        if scores is None or None in scores:
-            raise BadInput(f"{args.score} returned None: is a return missing?")
-        lines = [line | {"score": float(score)} for line, score in zip(lines, scores, strict=True)]
-        means["eval_score"] = float(np.mean(scores))
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
+        lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
+        means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
     append(out / "samples.jsonl", lines)
     return means
 
@@ -373,21 +360,19 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
 @torch.no_grad()
 def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
     """Token ids of one sample for each prompt, at temperature 1, without EOS."""
-    core = base_model(policy)
+    core = unwrap_model(policy)
     stops = stop_tokens(core, tokenizer)
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(policy.device)
     own_config = core.generation_config
     core.generation_config = GenerationConfig()  # generate() would take its repetition_penalty, min_p, ..
-    with autocast(policy, args.dtype):
-        rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), max_new_tokens=args.max_new_tokens,
-                             do_sample=True, top_k=0, eos_token_id=stops, pad_token_id=0,
-                             synced_gpus=dist.is_initialized())
-    core.generation_config = own_config
-    samples = []
-    for row in rows[:, ids.shape[1]:].tolist():
-        end = next((t for t, token in enumerate(row) if token in stops), None)  # what follows is padding
-        samples.append(tuple(row[:end]))
-    return samples
+    try:
+        with unsharded(policy):
+            rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
+                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0,
+                                 synced_gpus=processes()[1] > 1)
+    finally:
+        core.generation_config = own_config
+    return [tuple(takewhile(lambda token: token not in stops, row)) for row in rows[:, ids.shape[1]:].tolist()]
 
 
 # ---- Rows of the data ------------------------------------------------
@@ -413,30 +398,28 @@ def answers_of(row: dict) -> list:
 
 
 def is_desirable(row: dict) -> bool:
-    labels = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    label = str(row["label"])
-    if label.lower() not in labels:
+    label = str(row["label"]).lower()
+    if label not in ("true", "1", "1.0", "false", "0", "0.0"):
         raise ValueError(f"a label is true or false, 1 or 0, not {label}")
-    return labels[label.lower()]
+    return label in ("true", "1", "1.0")
 
 
 def derange(prompts: list[tuple], seed: int) -> list[int]:
-    """For each row the index of a row with another prompt; each index occurs once. The shuffled rows are sorted by
-    prompt, and this order is rotated by the number of rows of the most frequent prompt."""
+    """For each row the index of one with another prompt; each occurs once. Rows sorted by prompt are rotated by the
+    number of rows of the most frequent prompt."""
     rows_of: dict[tuple, list[int]] = {}
     for i in generator(seed, "derange").permutation(len(prompts)).tolist():
         rows_of.setdefault(prompts[i], []).append(i)
     most = max(len(rows) for rows in rows_of.values())
     if 2 * most > len(prompts):
-        raise BadInput(f"one prompt has {most} of the {len(prompts)} rows, so some rows have no answer to another "
-                       "prompt for z: add rows of other prompts, or use --loss apo_zero_unpaired")
+        raise BadInput(f"one prompt has {most} of {len(prompts)} rows, too many for z: use --loss apo_zero_unpaired")
     order = [i for rows in rows_of.values() for i in rows]
     partners = dict(zip(order, order[most:] + order[:most]))
     return [partners[i] for i in range(len(prompts))]
 
 
 def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tuple[list[Row], list[Row]]:
-    """Draws y' for every row, once for all epochs. Held-out rows get answers of training rows."""
+    """Draws y' for every row, once. Held-out rows get answers of training rows."""
     partners = derange([row.prompt for row in train_rows], args.seed)
     train_others = [train_rows[j] for j in partners]
     eval_others = []
@@ -449,12 +432,10 @@ def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tupl
         pairs = zip(rows, others)
         return [row._replace(other=other.completion[:args.max_length - len(row.prompt)]) for row, other in pairs]
 
-    others = train_others + eval_others
-    train_rows = with_others(train_rows, train_others)
-    eval_rows = with_others(eval_rows, eval_others)
-    n_cut = sum(len(row.other) < len(other.completion) for row, other in zip(train_rows + eval_rows, others))
-    print(f"{n_cut} of {len(others)} answers to other prompts are cut to --max_length, for z")
-    return train_rows, eval_rows
+    rows = with_others(train_rows + eval_rows, train_others + eval_others)
+    n_cut = sum(len(row.other) < len(other.completion) for row, other in zip(rows, train_others + eval_others))
+    print(f"{n_cut} of {len(rows)} y' are cut to --max_length")
+    return rows[:len(train_rows)], rows[len(train_rows):]
 
 
 def print_balance(train_rows: list[Row], args: Args):
@@ -463,14 +444,13 @@ def print_balance(train_rows: list[Row], args: Args):
     if not desirable or not undesirable:
         raise BadInput(f"{args.data}: all rows have the same label, but KTO needs both")
     ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
-    print(f"{desirable} desirable rows, {undesirable} others: λ_D n_D / λ_U n_U is {ratio:.2f}; the paper's "
-          "equation 8 asks for 1 to 4/3: see --desirable_weight, --undesirable_weight")
+    print(f"{desirable} rows are desirable, {undesirable} not: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
 
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
 
 def load_data(tokenizer, args) -> tuple[list, list]:
-    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
+    """Rows to train on, and held-out rows: of --eval_data, or all rows of some prompts."""
     rows = load_rows(args.data, tokenizer, args)
     if args.eval_data:
         return rows, load_rows(args.eval_data, tokenizer, args)
@@ -489,17 +469,17 @@ def read_rows(source: str) -> list:
         case ".csv":
             return list(csv.DictReader(open(source, encoding="utf-8-sig", newline="")))
         case ".parquet":
-            return optional("pyarrow.parquet").read_table(source).to_pylist()
-        case _ if Path(source).exists():
-            raise ValueError("not .jsonl, .json, .csv or .parquet")
+            import pyarrow.parquet
+            return pyarrow.parquet.read_table(source).to_pylist()
         case _:
+            import datasets
             name, _, split = source.partition(":")
-            return list(optional("datasets").load_dataset(name, split=split or "train"))
+            return list(datasets.load_dataset(name, split=split or "train"))
 
 
-def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple]:
-    """Tokenizes a file, row by row: prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns.
-    Drops rows that cannot be trained on, and says how many. answers_of(row): the answers in it."""
+def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
+    """Tokenizes a file: [(prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns), ..]. Drops
+    rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
     except (OSError, ValueError) as error:
@@ -512,8 +492,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
             continue
         try:
             columns = json.loads(row) if isinstance(row, str) else row
-            if not isinstance(columns, dict) or None in columns:
-                raise ValueError("not one value per column")
+            if None in columns:
+                raise ValueError("more cells than the header")
             prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat, counts)
             texts = render(tokenizer, prompt, answers, args, columns)
             rows.append((restore_prompt(texts, answers, tokenizer.eos_token, counts), columns | {"prompt": prompt}))
@@ -522,8 +502,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
                 raise ValueError("unlike the rows before: strings, messages, or no prompt")
         except Exception as error:
             if isinstance(error, (LookupError, TypeError, AttributeError)):
-                error = f"expected {COLUMNS}; found {', '.join(columns)}"
-            raise BadInput(f"{source}:{number}: {error} in {str(row)[:200]}")
+                error = f"expected {COLUMNS}"
+            raise BadInput(f"{source}:{number}: {error}; found {str(row)[:200]}")
     if not rows:
         raise BadInput(f"{source} holds no rows")
     kind, lacks_prompt = kinds.pop()
@@ -538,28 +518,28 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
         begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
         answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
+        length = max(map(len, [prompt, *sequences]))
         if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
             counts["dropped: empty, or no prompt and no common beginning"] += 1
         elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
+        elif length > args.max_length:
+            counts[f"dropped: longer than {args.max_length} tokens"] += 1
+            lengths.append(length)
         else:
-            lengths.append(max(map(len, [prompt, *sequences])))
-            if lengths[-1] <= args.max_length:
-                kept += 1
-                yield prompt, sequences, begins, columns
-            else:
-                counts[f"dropped: longer than {args.max_length} tokens"] += 1
+            encoded.append((prompt, sequences, begins, columns))
+            lengths.append(length)
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {kept} of {len(rows)} rows", *notes, sep="; ")
     if 2 * kept < len(rows):
         if 2 * len(lengths) >= len(rows):
-            enough = np.quantile(lengths, 0.95, method="inverted_cdf")
+            enough = np.quantile(lengths, 0.95, method="higher")
             notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
 
 
 def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple[str | list, list]:
-    """Prompt and answers as strings or lists of messages. A prompt of None becomes what the answers have in common."""
+    """Prompt and answers as strings or messages. A prompt of None becomes what the answers have in common."""
     for text in (prompt, *answers):
         if isinstance(text, str) and re.match(r"""(?s)\s*\[?\{.*['"]role['"]:""", text) and "content" in text:
             raise ValueError("messages written as a string")
@@ -611,8 +591,8 @@ def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
 
 
 def restore_prompt(texts: list[str], answers: list, eos: str, counts: Counter) -> list[str]:
-    """Each text with the first as its beginning, after which a model samples. Some templates render the prompt
-    differently before an answer: Mistral's leaves out a system message."""
+    """The texts with the prompt that a model samples after: some templates, as Mistral's, render another before an
+    answer. What follows it begins at the last place where the answer's words stand."""
     restored = texts[:1]
     for text, answer in zip(texts[1:], answers):
         if not text.startswith(texts[0]):
@@ -653,48 +633,47 @@ def base_of(name: str) -> str:
 
 
 def load_tokenizer(name: str, ref_name: str | None = None):
-    """The tokenizer of a checkpoint or of its base. Refuses a reference with another one."""
+    """Of a checkpoint or its base. Refuses a reference with another one."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
-    if ref_name not in (None, name) and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
-        raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
+    if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
+        raise BadInput(f"{ref_name} has another tokenizer than {name}")
     return tokenizer
 
 
 def stop_tokens(core, tokenizer) -> list[int]:
-    """The ids that end a completion, of tokenizer and model."""
+    """The ids that end a completion."""
     stops = core.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]
     return sorted({tokenizer.eos_token_id, *stops} - {None})
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio."""
+    """The policy if it `trains`, else a frozen reference in the dtype of forwards. In eval mode: dropout would be noise
+    in every log-ratio."""
     base = base_of(name)
-    model = load_checkpoint(AutoModelForCausalLM, base).requires_grad_(trains and base == name)
-    stored_dtype = model.dtype
+    trains_all = trains and base == name and not args.lora_r
+    model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
+    model.requires_grad_(trains_all)
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)
-    if dist.is_initialized():
-        shard(model, dist.init_device_mesh(device, (dist.get_world_size(),)), args.dtype)
-    model.eval().to(device).float()
+    is_sharded = processes()[1] > 1 or (trains and args.dtype == "bfloat16")
+    if is_sharded:
+        shard(model, device, args.dtype)
+    model.eval().to(device)
+    if trains_all:
+        model.float()
     if trains and args.gradient_checkpointing:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    share_prompts(model, args.dtype)
-    if args.dtype == "bfloat16" and stored_dtype == torch.bfloat16 and not dist.is_initialized():
-        embeddings = base_model(model).get_input_embeddings().weight  # they stay float32, also as a tied head
-        for module in model.modules():
-            if type(module) is torch.nn.Linear and not module.weight.requires_grad and module.weight is not embeddings:
-                module.weight.data = module.weight.data.bfloat16()  # as autocast would in every forward
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    enable_shared_prompts(model)
     return model
 
 
-def load_checkpoint(kind, name: str):
-    """A model of a transformers class, with all its weights."""
+def load_checkpoint(kind, name: str, dtype: str = "auto"):
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
-    model, info = kind.from_pretrained(name, dtype="auto", output_loading_info=True)
+    model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise BadInput(f"{name} has no weights for {min(info['missing_keys'])}")
     return model
@@ -702,100 +681,78 @@ def load_checkpoint(kind, name: str):
 
 def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
-    peft = optional("peft")
+    import peft
     if folder is None:
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
-                                 target_modules=args.lora_target, task_type="CAUSAL_LM")
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
+                                 target_modules=args.lora_target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
+    if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
+        raise BadInput(f"{folder} changes more than weights: merge it, or choose another")
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
-        if name.endswith(tuple(config.modules_to_save or ())):
+        if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains)
+        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                              autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
     """The reference as a context manager that yields a model: --ref live or swap."""
     if args.ref == "live":
         return nullcontext(load_model(args.ref_model, device, args))
-    if args.ref != "swap":
-        raise BadInput(f"there is no --ref {args.ref}")
-    if args.ref_model == args.model:
-        return Swap(policy)  # the policy as it is now
-    return Swap(policy, load_model(args.ref_model, "cpu", args))
-
-
-def optional(package: str):
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise BadInput(f"pip install {error.name} first") from error
+    return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
 @lru_cache
 def load_function(spec: str) -> Callable:
-    """FILE.py:FUNCTION -> the function."""
-    file, _, name = spec.rpartition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    functions = runpy.run_path(file) if file else {}  # unlike import, it allows two files of one name
-    if name not in functions:
-        raise BadInput(f"{spec} is not FILE.py:FUNCTION")
-    return functions[name]
+    file, _, name = spec.rpartition(":")  # FILE.py:FUNCTION
+    sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
+    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 
 
-# ---- Processes and flags: the same in dpo.py, kto.py and rloo.py -----
+# ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
-def start_processes() -> str:
-    """Joins the other processes of torchrun. Returns this process's device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    warnings.filterwarnings("ignore", "torch.distributed is")
-    if "RANK" in os.environ and not dist.is_initialized():
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()
-    return device
-
-
-def resolve(args, device: str):
-    """Fills in the flags that depend on others."""
-    if args.model is None and args.data is None:
-        for name, value in DEMO.items():
-            if vars(args)[name] == vars(Args)[name]:  # other values are kept
-                args = replace(args, **{name: value})
+def resolve(args, new_tokens: int = 0):
+    """Checks and completes the flags. new_tokens: sampled after each row."""
+    if args.model is None and args.data is None and (HERE / "demo").exists():
+        args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
+        torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
         raise BadInput("give both --model and --data, or neither for the demo")
-    moves_reference = args.sync_reference or vars(args).get("humanline")
-    if moves_reference and args.ref != "swap":
-        raise BadInput("--sync_reference and --humanline need --ref swap")
-    is_adapter = base_of(args.model) != args.model
-    if is_adapter and args.lora_r:
+    moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
+    if len(moves) > 1 or (moves and args.ref != "swap"):
+        raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
+    if args.lora_r and base_of(args.model) != args.model:
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
-    if is_adapter or args.lora_r:
-        optional("peft")
     if args.dtype == "auto":
-        args = replace(args, dtype="bfloat16" if device == "cuda" else "float32")
-    return replace(args, ref_model=args.ref_model or args.model)
+        args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
+    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    if args.max_new_tokens >= context:
+        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
+    return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
+                   lr=1e-6 if args.lr is None else args.lr)
 
 
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """A function of seed, purpose and step or epoch: a resumed run needs no saved state."""
+    """A function of its arguments: a resumed run needs no saved state."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
 @lru_cache(maxsize=2)  # a step may be in two epochs
-def order_of_epoch(epoch: int, rows: int, seed: int) -> list[int]:
-    return generator(seed, "order", epoch).permutation(rows).tolist()
+def order_of_epoch(epoch: int, n_rows: int, seed: int) -> list[int]:
+    return generator(seed, "order", epoch).permutation(n_rows).tolist()
 
 
-def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of a step. Each epoch is a new permutation of all rows."""
+def batch_rows(step: int, rows: list, batch_size: int, seed: int, n_steps: int = 1) -> list:
+    """The rows of a step, or of n_steps. Each epoch is a new permutation of all rows."""
     batch = []
-    for position in range((step - 1) * batch_size, step * batch_size):
+    start = (step - 1) * batch_size
+    for position in range(start, start + n_steps * batch_size):
         epoch, place = divmod(position, len(rows))
         batch.append(rows[order_of_epoch(epoch, len(rows), seed)[place]])
     return batch
@@ -813,61 +770,67 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def open_folder(out: Path, args) -> FileLock | None:
-    """Creates and locks the output folder. Refuses that of a running or finished run."""
+def lock_folder(out: Path, args) -> FileLock:
+    """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
-    if processes()[0] != 0:
-        return None
     lock = FileLock(out / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise BadInput(f"another run writes into {out}: name another --out") from None
-    if args.wandb:
-        optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
+    if processes()[0] == 0:
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BadInput(f"another run writes into {out}: name another --out") from None
     return lock
 
 
-def describe_run(rows: list, digest: str, args) -> dict:
+def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
     """What a run and its checkpoint must have in common."""
-    free = "out ref_cache save_every model_every wandb tokens_per_forward rollout_tokens gradient_checkpointing".split()
-    run = {name: value for name, value in asdict(args).items() if name not in free}
-    run |= {"model_digest": digest, "rows_digest": hashlib.sha256(repr(rows).encode()).hexdigest()}
+    may_change = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
+                  "gradient_checkpointing").split()
+    run = {name: value for name, value in asdict(args).items() if name not in may_change}
+    models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
+    run["weights"] = {name: checkpoint_digest(name) for name in models}
+    run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
+    run["rows"] = digest_of(train_rows)
+    run["held-out rows"] = digest_of(eval_rows)
+    for file in (Path(__file__), HERE / "refcache.py"):
+        run[file.name] = digest_of([file.read_bytes()])
     return json.loads(json.dumps(run))  # tuples become lists
 
 
-def training_state(policy, optimizer) -> dict[str, torch.Tensor]:
-    """What a step changes in place: weights that train, and their optimizer state, which is created here."""
-    for weight in policy.parameters():
-        if weight.requires_grad:
-            weight.grad = torch.zeros_like(weight)
-    optimizer.step()  # lr is 0: no weight changes
+def digest_of(items: list) -> str:
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(repr(item).encode())
+    return digest.hexdigest()
+
+
+def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
+    """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
+    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
     optimizer.zero_grad()
-    tensors = {}
-    for name, weight in policy.named_parameters():  # tied weights once
-        if weight.requires_grad:
-            tensors[name] = weight.detach()
-            for key, value in optimizer.state[weight].items():
-                tensors[f"optimizer.{name}.{key}"] = value.zero_()
-    return tensors
+    state = {name: weight.detach() for name, weight in weights.items()}
+    for name, weight in weights.items():
+        state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
+    return state
 
 
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
-    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
+    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
     if processes()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed save
-    if dist.is_initialized():
-        dist.barrier()
+    barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
         write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
-        tqdm.write(f"step {step}: checkpoint in {folder}")
         for older in out.glob("resume-*"):
             if older != folder:
                 shutil.rmtree(older)
@@ -875,15 +838,16 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0."""
-    saved = {"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)}
-    for file in out.glob("resume-*/run.json"):
-        saved = max(saved, json.loads(file.read_text()), key=lambda checkpoint: checkpoint["step"])
+    checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
+    checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
+    saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
     differing = [name for name in run if saved["run"].get(name) != run[name]]
-    if differing:
+    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    if differing != code:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}")
+        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
     if processes()[0] == 0:
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
@@ -895,13 +859,6 @@ def append(path: Path, lines: list[dict]):
     if processes()[0] == 0:
         with open(path, "a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
-
-
-def log(out: Path, values: dict, args):
-    """Adds a step to metrics.jsonl and wandb."""
-    append(out / "metrics.jsonl", [values])
-    if args.wandb and processes()[0] == 0:
-        optional("wandb").log(values, step=values["step"])
 
 
 def report(out: Path) -> list[dict]:
@@ -920,7 +877,6 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
-        shutil.rmtree(hidden, ignore_errors=True)
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
@@ -928,14 +884,13 @@ def save_model(model, tokenizer, folder: Path):
 
 
 if __name__ == "__main__":
-    stderr = sys.stderr
-    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process speaks
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process prints
+        sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, torch.OutOfMemoryError) as error:
-        advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        print(f"{Path(__file__).name}: {error}{advice}", file=stderr)
+    except (BadInput, ImportError, torch.OutOfMemoryError) as error:
+        advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing"
+        print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)
-    finally:
-        sys.stderr = stderr  # for the traceback of any process

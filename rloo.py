@@ -5,25 +5,24 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     (1)   ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x), y_i ~ π(·|x)
     (2)   R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
 
-    python rloo.py  # the demo: offline, under a minute
-    python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
+    python rloo.py  # the demo: offline
+    python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful
 
-A prompt is encoded once for its k samples: in the rollout and in training. A killed run resumes
-if the command is repeated.
+A prompt is encoded once for its k samples. A killed run resumes if its command is repeated.
 
 Data      rows `prompt`, a string or chat messages, and any columns for the reward:
           {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
-          A reward is a function(prompts, completions, **columns) that returns a float, or None, per completion.
+          A reward is a function(prompts, completions, **columns) -> a float or None per completion.
 Shapes    B prompts per step, k samples each, T tokens in the longest: rewards and advantages are (B, k); log-probs of
           tokens are (B, k, T), 0 after the end of a sample. b: prompts in a micro-batch.
 Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function |
-          frac_reward_zero_std: share of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
-          per token | completions/mean_length | completions/clipped_ratio: share of samples cut off by max_new_tokens |
-          loss | clip_ratio | grad_norm | learning_rate. eval_*: one sample of each held-out prompt.
+          frac_reward_zero_std: fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
+          per token | completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss |
+          clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token |
+          grad_norm | learning_rate | seconds | tokens_per_second | eval_*: of one sample per held-out prompt
 """
 import csv
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -34,7 +33,7 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -43,16 +42,13 @@ from typing import Callable, Iterator, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, DynamicLayer,
     TopKLogitsWarper, TopPLogitsWarper)
@@ -60,9 +56,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from refcache import (
-    BadInput, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
-    completion_logprobs, context_length, full_tensor, micro_batches, pack, processes, progress_bar, shard,
-    share_out, share_prompts, shares_prompts, write_whole)
+    BadInput, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
+    context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts,
+    micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -84,10 +80,10 @@ class Args:
     as_chat: bool = False  # strings become messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of a prompt; longer ones are dropped and counted
-    out: str = "out/rloo"  # folder for everything that a run writes
+    out: str = "out/rloo"  # folder of the run
 
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed
-    reward_model: str | None = None  # sequence classifier with one output: folder or hub name
+    reward_model: str | None = None  # classifier with one output: folder or hub name
     reward_weights: tuple[float, ...] = ()  # of the functions, then the model; empty: 1 each
     reward_clip: tuple[float, float] | None = None  # range of the total reward, before KL
 
@@ -100,10 +96,10 @@ class Args:
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
     lora_target: str = "all-linear"  # or layer names, as a regular expression
 
-    k: int = 4  # samples per prompt; TRL's num_generations
+    k: int = 4  # samples per prompt
     beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
     updates_per_rollout: int = 1  # optimizer steps per rollout
-    clip_eps: float = 0.2  # the ratio is clipped to [1 − clip_eps, 1 + clip_eps]
+    clip_eps: float = 0.2  # the ratio is clipped to 1 ± clip_eps
     mask_truncated: bool = False  # leave out samples without EOS, also from the baseline
     temperature: float = 1.0  # of sampling, and of all log-probs
     top_p: float = 1.0  # of sampling; log-probs are of the full distribution
@@ -113,41 +109,48 @@ class Args:
     epochs: float = 1.0  # passes over the data
     steps: int | None = None  # rollouts; None: from epochs; 0: only evaluate
     batch_size: int = 8  # prompts per step
-    lr: float = 1e-6  # peak learning rate
+    lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    warmup: float = 0.1  # share of steps in which lr rises
+    warmup: float = 0.1  # fraction of steps in which lr rises
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA. Weights are float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
-    rollout_tokens: int = 65536  # places in the key-value cache; memory and speed only, never the result
-    gradient_checkpointing: bool = False  # memory and speed only, never the result
+    rollout_tokens: int = 65536  # places in the key-value cache; likewise
+    gradient_checkpointing: bool = False  # likewise
 
-    save_every: int = 50  # steps between checkpoints, from which a killed run resumes
+    save_every: int = 50  # steps between checkpoints; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
-    wandb: str | None = None  # project that gets the metrics
 
 
 # ---- The loss --------------------------------------------------------
 
+def compute_advantages(rewards: torch.Tensor, old_logps: torch.Tensor, ref_logps: torch.Tensor, beta: float):
+    """Equation (2), then (1): rewards (B, k), log-probs (B, k, T) -> (B, k)."""
+    kl = (old_logps - ref_logps).sum(dim=2)  # k1: in a reward it is unbiased, k3 in a loss is not (arXiv:2512.21852)
+    return leave_one_out(rewards - beta * kl)
+
+
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
     """(B, k) -> (B, k): each reward minus the mean of the prompt's other samples. A sample with NaN is left out: its
-    advantage is 0, and no baseline contains it. No division by the standard deviation: it would bias the gradient."""
+    advantage is 0, and no baseline contains it. Division by the standard deviation would bias the gradient."""
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (B, 1)
     sum_of_others = rewards.nansum(dim=1, keepdim=True) - rewards
     advantages = rewards - sum_of_others / (counts - 1)  # of (1)
     return torch.where(counts > 1, advantages, 0.0).nan_to_num(0.0)
 
 
-def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
-    """The loss per sample, (B, k). Where old_logp = logp its gradient is −advantage · ∇ log π(y|x), as in (1)."""
-    log_ratio = (logp - old_logp).clamp(max=88)  # of whole sequences; e^89 is inf, and inf · 0 is NaN
+def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float):
+    """The loss of each sample, (B, k), or of each token, (B, k, T), and whether its ratio is clipped. Where
+    old_logp = logp the gradient is −advantage · ∇ log π(y|x), as in (1)."""
+    log_ratio = (logp - old_logp).clamp(max=88)  # e^89 is inf, and inf · 0 is NaN
     ratio = torch.exp(log_ratio)
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    return -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    losses = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    return losses, clipped_ratio * advantages < ratio * advantages
 
 
 # ---- A batch ---------------------------------------------------------
@@ -157,74 +160,77 @@ class Row(NamedTuple):
     columns: dict  # of the file: the prompt, and what the reward needs
 
 
+class Sample(NamedTuple):
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]  # of the sampler
+    entropy: float  # summed over tokens
+
+
 class Samples(NamedTuple):
-    """k samples for each of B prompts."""
-    groups: list  # [(prompt, [y_1 .. y_k]), ..]: token ids, a sample with its stop token
+    groups: list  # [(prompt, [y_1 .. y_k]), ..] for B prompts: token ids, with stop tokens
     texts: list[list[str]]  # k per prompt
     mask: torch.Tensor  # (B, k, T) bool: whether the sample has a token t
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
-    logp: torch.Tensor  # (B, k): log π(y|x) of the sampler
-    entropy: torch.Tensor  # (B, k): of the sampler, in nats, summed over tokens
+    logps: torch.Tensor  # (B, k, T): of the sampler, 0 after the end
+    entropy: torch.Tensor  # (B, k)
 
 
 def token_logprobs(model, groups: list, T: int, args: Args) -> torch.Tensor:
     """log π of each token of these samples, (b, k, T), 0 after the end."""
-    logps = completion_logprobs(model, groups, args.tokens_per_forward, args.dtype, args.temperature)
+    logps = completion_logprobs(model, groups, temperature=args.temperature)
     return torch.stack([torch.stack([F.pad(y, (0, T - len(y))) for y in completions]) for completions in logps])
 
 
 @torch.no_grad()
-def score_reference(reference, samples: Samples, device: str, args: Args) -> torch.Tensor | None:
-    """log π_ref of each token, (B, k, T): in the micro-batches of run_batch, so that it equals log π before step 1."""
-    if reference is None:
-        return None
+def score_reference(reference, samples: Samples, device: str, args: Args) -> torch.Tensor:
+    """log π_ref of each token, (B, k, T), in the micro-batches of run_batch; 0 without a reference."""
     ref_logps = torch.zeros(samples.mask.shape, device=device)
+    if reference is None:
+        return ref_logps
     with reference as model:
-        for indices in micro_batches(model, samples.groups, args.tokens_per_forward, *processes()):
-            micro = [samples.groups[i] for i in indices or [0]]  # an empty micro-batch counts 0 times
-            ref_logps[indices] = token_logprobs(model, micro, ref_logps.shape[2], args)[:len(indices)]
+        for indices, counts in micro_batches(model, samples.groups, args.tokens_per_forward, *processes()):
+            micro = [samples.groups[i] for i in indices]
+            indices = to_device(torch.tensor(indices), device)
+            ref_logps[indices] += token_logprobs(model, micro, ref_logps.shape[2], args) * counts
     return all_reduce(ref_logps)
 
 
-def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor | None,
+def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor,
               old_logps: torch.Tensor | None, args: Args) -> tuple[torch.Tensor, dict]:
-    """Adds the gradient of the mean loss, in micro-batches that the processes share. rewards (B, k), log-probs
-    (B, k, T). old_logps None: the policy is still the one that sampled. Returns log π without gradient, and metrics."""
+    """Adds the gradient of the mean loss. rewards (B, k), log-probs (B, k, T). old_logps None: the policy is still the one
+    that sampled, and the forward with the gradient gives them; so advantages, which contain the KL penalty, are
+    computed here. Returns log π and metrics."""
+    divisor = rewards.numel()  # the loss is a mean over samples
     all_logps = torch.zeros(samples.mask.shape, device=rewards.device)
     loss_sum = torch.zeros((), device=rewards.device)
     clip_sum = torch.zeros((), device=rewards.device)
-    for indices in micro_batches(policy, samples.groups, args.tokens_per_forward, *processes()):
-        has_rows = bool(indices)  # an empty micro-batch counts 0 times, see micro_batches
-        indices = indices or [0]
+    for indices, counts in micro_batches(policy, samples.groups, args.tokens_per_forward, *processes()):
         micro = [samples.groups[i] for i in indices]
+        indices = to_device(torch.tensor(indices), rewards.device)  # a list as an index would wait for the GPU
         logps = token_logprobs(policy, micro, all_logps.shape[2], args)  # (b, k, T)
         old = logps.detach() if old_logps is None else old_logps[indices]
-        reward = rewards[indices]  # (b, k)
-        if ref_logps is not None:
-            reward = reward - args.beta * (old - ref_logps[indices]).sum(dim=2)  # R of (2)
-        advantages = leave_one_out(reward)  # of (1)
-        logp, old_logp = logps.sum(dim=2), old.sum(dim=2)  # (b, k)
-        loss = policy_loss(logp, old_logp, advantages, args.clip_eps).sum() / rewards.numel() * has_rows
+        advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
+        losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)  # (b, k)
+        loss = losses.sum() / divisor * counts
         loss.backward()
 
-        all_logps[indices] += logps.detach() * has_rows
+        all_logps[indices] += logps.detach() * counts
         loss_sum += loss.detach()
-        ratio = (logp - old_logp).detach().exp()
-        is_clipped = (ratio - 1) * advantages.sign() > args.clip_eps
-        clip_sum += is_clipped.sum() * has_rows
-    values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / rewards.numel()}
+        clip_sum += is_clipped.sum() * counts
+    values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / divisor}
     return all_reduce(all_logps), values
 
 
 def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
-    """Of samples and their rewards (B, k), before clipping and KL."""
-    known = rewards[~rewards.isnan()]
+    """Of samples and their rewards, (B, k)."""
+    is_known = ~rewards.isnan()
+    known = rewards[is_known]
     highest = rewards.nan_to_num(-math.inf).amax(dim=1)
     lowest = rewards.nan_to_num(math.inf).amin(dim=1)
     return {
         "reward": known.mean().item(),
-        "reward_std": known.std(correction=0).item(),
-        "frac_reward_zero_std": (highest <= lowest).float().mean().item(),
+        "reward_std": known.std(correction=min(1, len(known) - 1)).item(),
+        "frac_reward_zero_std": ((highest <= lowest) & (is_known.sum(dim=1) > 1)).float().mean().item(),
         "completions/mean_length": samples.mask.sum(dim=2).float().mean().item(),
         "completions/clipped_ratio": 1 - samples.ended.float().mean().item(),
         "entropy": (samples.entropy.sum() / samples.mask.sum()).item(),
@@ -233,7 +239,6 @@ def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, step: int, out: Path, args: Args) -> dict:
-    """Metrics of one sample per held-out prompt, always with the same random numbers."""
     if not rows:
         return {}
     samples = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
@@ -242,24 +247,22 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
     values = metrics(samples, rewards) | reward_means
     del values["frac_reward_zero_std"]  # of one sample
     ref_logps = score_reference(reference, samples, policy.device, args)
-    if ref_logps is not None:
-        ratios = samples.logp - ref_logps.sum(dim=2).cpu()  # (B, 1)
-        values["kl"] = (ratios.sum() / samples.mask.sum()).item()
+    if reference:
+        values["kl"] = ((samples.logps - ref_logps.cpu()).sum() / samples.mask.sum()).item()
     return {f"eval_{name}": value for name, value in values.items()}
 
 
 # ---- Training --------------------------------------------------------
 
+@process_group()
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
-    device = start_processes()
-    args = resolve(args, device)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.k < 2:
         raise BadInput("--k must be at least 2")
-    room = context_length(AutoConfig.from_pretrained(base_of(args.model))) - args.max_new_tokens
-    args = replace(args, max_length=min(args.max_length, room))
+    args = resolve(args, new_tokens=args.max_new_tokens)
     out = Path(args.out)
-    lock = open_folder(out, args)  # until this function returns
+    lock = lock_folder(out, args)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
@@ -268,31 +271,31 @@ def main(args: Args) -> list[dict]:
     functions = load_rewards(device, args)
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
+    run = describe_run(train_rows, eval_rows, args.reward, args)
 
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
     check_sampler(policy, tokenizer, args)
     reference = load_reference(policy, device, args) if args.beta else None
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=args.weight_decay, fused=True)  # lr is set in the loop
-
-    state = {"training": training_state(policy, optimizer)}  # what a checkpoint holds
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
+    decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
+    others = {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0}  # norms and biases
+    optimizer = torch.optim.AdamW([decaying, others], lr=0.0, fused=True)  # lr is set in the loop
+    state = {"training": init_training_state(policy, optimizer)}  # what a checkpoint holds
     if args.sync_reference and reference:
         state["reference"] = reference
-    run = describe_run(train_rows, checkpoint_digest(args.model), args)
     last_step = restore_checkpoint(out, run, state)
     if last_step == 0:
         values = {"step": 0}
         values |= evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
-        log(out, values, args)
+        append(out / "metrics.jsonl", [values])
     if steps == 0:
-        all_gather(None)  # the first process has written
+        barrier()  # the first process has written
         return report(out)
 
-    tokens = 0
-    began = time.monotonic()
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
+        began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
@@ -321,7 +324,10 @@ def main(args: Args) -> list[dict]:
             optimizer.step()
             optimizer.zero_grad()
 
-        if ref_logps is not None:
+        difference = (old_logps.cpu() - samples.logps).abs()
+        values["sampling/sampling_logp_difference/mean"] = (difference.sum() / samples.mask.sum()).item()
+        values["sampling/sampling_logp_difference/max"] = difference.max().item()
+        if reference:
             lengths = samples.mask.sum(dim=2).to(device)  # (B, k)
             ratios = (old_logps - ref_logps).sum(dim=2)  # (B, k)
             values["kl"] = (ratios.sum() / lengths.sum()).item()
@@ -329,23 +335,24 @@ def main(args: Args) -> list[dict]:
                 check_agreement((ratios / lengths).abs().mean().item(), args.dtype)
         if args.sync_reference and reference and step % args.sync_reference == 0:
             reference.sync(args.sync_mix)
+        values["seconds"] = time.monotonic() - began
+        values["tokens_per_second"] = count_tokens(samples.groups) / values["seconds"]
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
-        log(out, values, args)
+        append(out / "metrics.jsonl", [values])
         if args.model_every and step % args.model_every == 0:
             save_model(policy, tokenizer, out / f"model-{step}")
-        if step == steps or step % args.save_every == 0:
+        if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
-        tokens += sum(len(row.prompt) for row in rows) + samples.mask.sum().item()
-        speed = tokens / (time.monotonic() - began)
-        progress.set_postfix_str(f"reward {values['reward']:.3f}, {speed:.0f} tokens/s", refresh=False)
+        progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} × {args.k} samples; the model is in {out / 'model'}")
+    print(f"{steps} steps of {batch_size} × {args.k} samples; see {out / 'model'} and {out / LOGS[1]}")
+    lock.release()
     history = report(out)
     if all(values["frac_reward_zero_std"] == 1 for values in history[1:]):
-        print("All samples of a prompt always had equal rewards: nothing was learned.")
+        print("A prompt's samples always had equal rewards: nothing was learned.")
     return history
 
 
@@ -353,53 +360,45 @@ def main(args: Args) -> list[dict]:
 
 @torch.no_grad()
 def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Samples:
-    """y_1 .. y_k ~ π(·|x) of (1) for each prompt. Token t of sample i of prompt b is drawn with the uniform number
-    u[b, i, t], a function of (seed, step): batching changes no sample."""
+    """y_1 .. y_k ~ π(·|x) of (1). Token t of sample i of prompt b is drawn with the uniform number u[b, i, t], which
+    depends on seed and step: batching changes no sample."""
     u = torch.from_numpy(generator(args.seed, "rollout", step).random((len(prompts), k, args.max_new_tokens)))
-    stops = stop_tokens(base_model(policy), tokenizer)
+    core = unwrap_model(policy)
+    stops = stop_tokens(core, tokenizer)
 
     def batches(budget):
-        if not shares_prompts(policy):
+        if not has_shared_prompts(policy):
             return [[i] for i in range(len(prompts))]  # padding could change samples
         return pack([len(prompt) + args.max_new_tokens for prompt in prompts], budget, [k] * len(prompts))
 
-    drawn = {}  # index of a prompt -> k triples: token ids, log-prob, entropy
-    with unsharded(policy), autocast(policy, args.dtype):
-        for batch in progress_bar(share_out(batches, args.rollout_tokens, *processes()), desc="sample", unit="batch"):
+    drawn = {}  # index of a prompt -> k samples
+    with unsharded(policy):
+        parts = divide_batches(batches, args.rollout_tokens, *processes())
+        for batch in progress_bar(parts, desc="sample", unit="batch"):
             if batch:
                 batch_prompts = [prompts[i] for i in batch]
-                drawn |= zip(batch, decode(base_model(policy), batch_prompts, u[batch].to(policy.device), stops, args))
-    drawn = {i: triples for part in all_gather(drawn) for i, triples in part.items()}
+                drawn |= zip(batch, decode(core, batch_prompts, u[batch].to(policy.device), stops, args))
+    drawn = {i: samples for part in all_gather(drawn) for i, samples in part.items()}
     drawn = [drawn[i] for i in range(len(prompts))]
 
-    completions = [[y for y, _, _ in triples] for triples in drawn]
+    completions = [[sample.tokens for sample in samples] for samples in drawn]
     lengths = torch.tensor([[len(y) for y in ys] for ys in completions])
+    mask = torch.arange(lengths.max()) < lengths[..., None]
+    logps = torch.zeros(mask.shape)
+    logps[mask] = torch.tensor([logp for samples in drawn for sample in samples for logp in sample.logps])
     return Samples(
         groups=list(zip(prompts, completions)),
         texts=[tokenizer.batch_decode(ys, skip_special_tokens=True) for ys in completions],
-        mask=torch.arange(lengths.max()) < lengths[..., None],
+        mask=mask,
         ended=torch.tensor([[y[-1] in stops for y in ys] for ys in completions]),
-        logp=torch.tensor([[logp for _, logp, _ in triples] for triples in drawn]),
-        entropy=torch.tensor([[entropy for _, _, entropy in triples] for triples in drawn]),
+        logps=logps,
+        entropy=torch.tensor([[sample.entropy for sample in samples] for samples in drawn]),
     )
-
-
-@contextmanager
-def unsharded(model):
-    """Keeps whole weights on every GPU: else each token would gather them again."""
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in parts:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    yield
-    for module in parts:
-        module.set_reshard_after_forward(True, recurse=False)
-        module.reshard()
 
 
 class GrowingLayer(DynamicLayer):
     """A key-value cache with room for 64 more tokens: torch.cat would copy all of it for each token."""
-    room = None  # keys and values with free places
+    room = None
 
     def update(self, key, value, *args, **kwargs):
         n = self.get_seq_length()
@@ -417,16 +416,15 @@ class GrowingLayer(DynamicLayer):
         self.room = None
 
 
-def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> list[list[tuple]]:
-    """u (B, k, T) -> for each prompt k triples: token ids, log-prob and entropy (sums)."""
-    B, k, T = u.shape
+def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> list[list[Sample]]:
+    B, k, T = u.shape  # k samples for each prompt
     device = core.device
     stops = torch.tensor(stops, dtype=torch.long, device=device)
-    share = shares_prompts(core)
+    share = has_shared_prompts(core)
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(device)  # (B, longest)
     mask = (ids >= 0).long()
     ids = ids.clamp(min=0)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding is not counted
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     if share:  # encode every prompt once, then copy its keys and values to k rows
         cache = DynamicCache(config=core.config)
         cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
@@ -451,10 +449,10 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
         tokens[rows, t] = token
         lengths[rows] = torch.where(torch.isin(token, stops), lengths[rows].clamp(max=t + 1), lengths[rows])
         alive = lengths[rows] > t + 1
-        unfinished = alive.sum().item()  # the loop waits for the GPU here
+        unfinished = alive.sum().item()  # waits for the GPU
         if not unfinished:
             break
-        if share and unfinished <= 0.75 * len(rows):  # removed together: each removal copies the cache
+        if share and unfinished <= 0.75 * len(rows):  # together: each removal copies the cache
             stay = alive.nonzero()[:, 0]
             cache["past_key_values"].batch_select_indices(stay)
             rows, mask, positions, token = rows[stay], mask[stay], positions[stay], token[stay]
@@ -465,48 +463,46 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
             inputs["attention_mask"] = mask
         logits = core(**inputs, **cache, use_cache=True).logits[:, -1]
 
-    is_late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): tokens after the end
-    logps = logps.masked_fill(is_late, 0.0).sum(1).tolist()
+    is_late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): after the end
     entropies = entropies.masked_fill(is_late, 0.0).sum(1).tolist()
-    completions = [tuple(y[:length]) for y, length in zip(tokens.tolist(), lengths.tolist())]
-    triples = list(zip(completions, logps, entropies))
-    return [triples[i:i + k] for i in range(0, B * k, k)]
+    columns = zip(lengths.tolist(), tokens.tolist(), logps.tolist(), entropies)
+    samples = [Sample(tuple(y[:length]), tuple(logp[:length]), entropy) for length, y, logp, entropy in columns]
+    return [samples[i:i + k] for i in range(0, B * k, k)]
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
-    """(n, V) logits, (n,) uniform numbers -> (n,) tokens; their log-probs before top_k and top_p; entropies after."""
+    """(n, V) logits, (n,) uniform numbers -> (n,) tokens, their log-probs, and entropies: before top_k and top_p."""
     logps = torch.log_softmax(logits.float() / temperature, dim=-1)
     kept = logps
     if top_k:
         kept = TopKLogitsWarper(top_k)(None, kept)
     if top_p < 1:
         kept = TopPLogitsWarper(top_p)(None, kept)
-    probs = kept.exp() if kept is logps else kept.softmax(-1)
+    full_probs = logps.exp()
+    entropy = -(full_probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
+    probs = full_probs if kept is logps else kept.softmax(-1)
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
     token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)
-    entropy = -torch.special.xlogy(probs, probs).sum(-1)
     return token[:, 0], logps.gather(-1, token)[:, 0], entropy
 
 
 def check_sampler(policy, tokenizer, args: Args):
-    """Refuses a model whose log-probs change with a key-value cache. In float32 if all weights are."""
-    is_half = dist.is_initialized() or any(weight.dtype == torch.bfloat16 for weight in policy.parameters())
-    args = replace(args, dtype=args.dtype if is_half else "float32", max_new_tokens=8)
+    """Log-probs with a key-value cache must be those without."""
+    args = replace(args, max_new_tokens=8)
     ids = torch.linspace(1, policy.config.get_text_config().vocab_size - 1, 13).long().tolist()
     samples = rollout(policy, tokenizer, [tuple(ids[:8]), tuple(ids[8:])], 2, 0, args)
     with torch.no_grad():
         logp = token_logprobs(policy, samples.groups, samples.mask.shape[2], args).sum(dim=2).cpu()
-    difference = ((samples.logp - logp).abs() / samples.mask.sum(dim=2)).max()  # nats per token
+    difference = ((samples.logps.sum(dim=2) - logp).abs() / samples.mask.sum(dim=2)).max()  # nats per token
     if not difference < (5e-2 if args.dtype == "bfloat16" else 1e-3):
-        raise BadInput(f"{args.model} cannot be sampled from: its key-value cache changes log-probs by "
-                       f"{difference:.2g} nats per token")
+        raise BadInput(f"{args.model}: a key-value cache changes log-probs by {difference:.2g} nats per token")
 
 
 # ---- Rewards ---------------------------------------------------------
 
 def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -> tuple[torch.Tensor, dict]:
-    """The weighted sum of the rewards, (B, k), NaN without any; and the mean of each."""
+    """The weighted sum of the rewards, (B, k), or NaN; and the mean of each."""
     rank, ranks = processes()
     own = slice(len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks)  # of this process
     k = samples.mask.shape[1]
@@ -519,8 +515,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     inputs["ended"] = samples.ended[own].flatten().tolist()
     if not isinstance(rows[0].columns["prompt"], str):
         inputs["completions"] = [[{"role": "assistant", "content": text}] for text in inputs["completions"]]
-    total = torch.zeros(len(rows) * k)
-    has_reward = torch.zeros(len(rows) * k, dtype=torch.bool)
+    all_values = []
     means = {}
     for name, function, weight in functions:
         values = function(**deepcopy(inputs)) if repeated else []  # a function may change its arguments
@@ -528,42 +523,40 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
             raise BadInput(f"{name} gave {values} for {len(repeated)} completions: is a return missing?")
         values = [math.nan if value is None else float(value) for value in values]
         values = torch.tensor([value for part in all_gather(values) for value in part])  # (B · k,)
+        if values.isinf().any():
+            raise BadInput(f"{name} gave an infinite reward: None would leave a completion out")
         means[f"rewards/{name}"] = values.nanmean().item()
-        total += weight * values.nan_to_num(0.0)
-        has_reward |= ~values.isnan()
+        all_values.append(weight * values)
+    all_values = torch.stack(all_values)
+    has_reward = ~all_values.isnan().all(dim=0)
     if not has_reward.any():
-        raise BadInput("no completion of a step has a reward: is a return missing?")
-    return torch.where(has_reward, total, math.nan).view(-1, k), means
+        raise BadInput("no completion of a step has a reward")
+    return torch.where(has_reward, all_values.nansum(dim=0), math.nan).view(-1, k), means
 
 
 def log_samples(out: Path, step: int, held_out: bool, samples: Samples, rows: list[Row], rewards: torch.Tensor):
-    """Adds to samples.jsonl."""
     lines = []
     for row, texts, row_rewards in zip(rows, samples.texts, rewards.tolist()):
         for text, reward in zip(texts, row_rewards):
-            reward = None if math.isnan(reward) else reward
-            prompt = row.columns["prompt"]
-            lines.append(dict(step=step, held_out=held_out, prompt=prompt, completion=text, reward=reward))
+            line = dict(step=step, held_out=held_out, prompt=row.columns["prompt"], completion=text)
+            lines.append(line | {"reward": None if math.isnan(reward) else reward})
     append(out / "samples.jsonl", lines)
 
 
 def load_rewards(device: str, args: Args) -> list[tuple]:
-    """[(name, function, weight), ..] of --reward and --reward_model."""
+    """[(name, function, weight), ..]"""
     names = [spec.rpartition(":")[2] for spec in args.reward]
     functions = [load_function(spec) for spec in args.reward]
     if args.reward_model:
         names.append(Path(args.reward_model).name)
         functions.append(RewardModel(args.reward_model, device, args))
-    if len(set(names)) < len(names):
-        raise BadInput(f"two rewards have one name ({', '.join(names)}): rename a function")
-    weights = args.reward_weights or [1.0] * len(names)
-    if not names or len(weights) != len(names):
-        raise BadInput("give --reward or --reward_model, and --reward_weights for all or none")
-    return list(zip(names, functions, weights))
+    if not names:
+        raise BadInput("give --reward or --reward_model")
+    return list(zip(names, functions, args.reward_weights or [1.0] * len(names), strict=True))
 
 
 class RewardModel:
-    """A sequence classifier as a reward function. Between calls it is on the CPU."""
+    """A classifier as a reward function. Between calls it is on the CPU."""
 
     def __init__(self, name: str, device: str, args: Args):
         self.device = device
@@ -571,7 +564,7 @@ class RewardModel:
         self.tokenizer = load_tokenizer(name)
         self.model = load_checkpoint(AutoModelForSequenceClassification, name)
         if self.model.config.num_labels != 1:
-            raise BadInput(f"{name} is no reward model: it has {self.model.config.num_labels} outputs")
+            raise BadInput(f"{name} has {self.model.config.num_labels} outputs instead of 1")
 
     @torch.no_grad()
     def __call__(self, prompts, completions, ended, **columns) -> list[float]:
@@ -586,7 +579,7 @@ class RewardModel:
             texts.append(text.partition("\uffff")[0])
         rows = [torch.tensor(ids) for ids in tokenize(self.tokenizer, texts, add_bos=isinstance(prompts[0], str))]
         if max(map(len, rows)) > context_length(self.model.config):
-            raise BadInput("too long for the reward model: lower --max_length")
+            raise BadInput("too long for the reward model")
         pad = self.model.config.pad_token_id  # the model finds a row's end by it
         budget = 0 if pad is None else self.args.tokens_per_forward  # 0: each row alone
         scores = torch.zeros(len(rows))
@@ -612,7 +605,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
 
 def load_data(tokenizer, args) -> tuple[list, list]:
-    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
+    """Rows to train on, and held-out rows: of --eval_data, or all rows of some prompts."""
     rows = load_rows(args.data, tokenizer, args)
     if args.eval_data:
         return rows, load_rows(args.eval_data, tokenizer, args)
@@ -631,17 +624,17 @@ def read_rows(source: str) -> list:
         case ".csv":
             return list(csv.DictReader(open(source, encoding="utf-8-sig", newline="")))
         case ".parquet":
-            return optional("pyarrow.parquet").read_table(source).to_pylist()
-        case _ if Path(source).exists():
-            raise ValueError("not .jsonl, .json, .csv or .parquet")
+            import pyarrow.parquet
+            return pyarrow.parquet.read_table(source).to_pylist()
         case _:
+            import datasets
             name, _, split = source.partition(":")
-            return list(optional("datasets").load_dataset(name, split=split or "train"))
+            return list(datasets.load_dataset(name, split=split or "train"))
 
 
-def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple]:
-    """Tokenizes a file, row by row: prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns.
-    Drops rows that cannot be trained on, and says how many. answers_of(row): the answers in it."""
+def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
+    """Tokenizes a file: [(prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns), ..]. Drops
+    rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
     except (OSError, ValueError) as error:
@@ -654,8 +647,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
             continue
         try:
             columns = json.loads(row) if isinstance(row, str) else row
-            if not isinstance(columns, dict) or None in columns:
-                raise ValueError("not one value per column")
+            if None in columns:
+                raise ValueError("more cells than the header")
             prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat, counts)
             texts = render(tokenizer, prompt, answers, args, columns)
             rows.append((restore_prompt(texts, answers, tokenizer.eos_token, counts), columns | {"prompt": prompt}))
@@ -664,8 +657,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
                 raise ValueError("unlike the rows before: strings, messages, or no prompt")
         except Exception as error:
             if isinstance(error, (LookupError, TypeError, AttributeError)):
-                error = f"expected {COLUMNS}; found {', '.join(columns)}"
-            raise BadInput(f"{source}:{number}: {error} in {str(row)[:200]}")
+                error = f"expected {COLUMNS}"
+            raise BadInput(f"{source}:{number}: {error}; found {str(row)[:200]}")
     if not rows:
         raise BadInput(f"{source} holds no rows")
     kind, lacks_prompt = kinds.pop()
@@ -680,28 +673,28 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
         begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
         answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
+        length = max(map(len, [prompt, *sequences]))
         if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
             counts["dropped: empty, or no prompt and no common beginning"] += 1
         elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
+        elif length > args.max_length:
+            counts[f"dropped: longer than {args.max_length} tokens"] += 1
+            lengths.append(length)
         else:
-            lengths.append(max(map(len, [prompt, *sequences])))
-            if lengths[-1] <= args.max_length:
-                kept += 1
-                yield prompt, sequences, begins, columns
-            else:
-                counts[f"dropped: longer than {args.max_length} tokens"] += 1
+            encoded.append((prompt, sequences, begins, columns))
+            lengths.append(length)
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {kept} of {len(rows)} rows", *notes, sep="; ")
     if 2 * kept < len(rows):
         if 2 * len(lengths) >= len(rows):
-            enough = np.quantile(lengths, 0.95, method="inverted_cdf")
+            enough = np.quantile(lengths, 0.95, method="higher")
             notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
 
 
 def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple[str | list, list]:
-    """Prompt and answers as strings or lists of messages. A prompt of None becomes what the answers have in common."""
+    """Prompt and answers as strings or messages. A prompt of None becomes what the answers have in common."""
     for text in (prompt, *answers):
         if isinstance(text, str) and re.match(r"""(?s)\s*\[?\{.*['"]role['"]:""", text) and "content" in text:
             raise ValueError("messages written as a string")
@@ -753,8 +746,8 @@ def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
 
 
 def restore_prompt(texts: list[str], answers: list, eos: str, counts: Counter) -> list[str]:
-    """Each text with the first as its beginning, after which a model samples. Some templates render the prompt
-    differently before an answer: Mistral's leaves out a system message."""
+    """The texts with the prompt that a model samples after: some templates, as Mistral's, render another before an
+    answer. What follows it begins at the last place where the answer's words stand."""
     restored = texts[:1]
     for text, answer in zip(texts[1:], answers):
         if not text.startswith(texts[0]):
@@ -795,48 +788,47 @@ def base_of(name: str) -> str:
 
 
 def load_tokenizer(name: str, ref_name: str | None = None):
-    """The tokenizer of a checkpoint or of its base. Refuses a reference with another one."""
+    """Of a checkpoint or its base. Refuses a reference with another one."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
-    if ref_name not in (None, name) and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
-        raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
+    if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
+        raise BadInput(f"{ref_name} has another tokenizer than {name}")
     return tokenizer
 
 
 def stop_tokens(core, tokenizer) -> list[int]:
-    """The ids that end a completion, of tokenizer and model."""
+    """The ids that end a completion."""
     stops = core.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]
     return sorted({tokenizer.eos_token_id, *stops} - {None})
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio."""
+    """The policy if it `trains`, else a frozen reference in the dtype of forwards. In eval mode: dropout would be noise
+    in every log-ratio."""
     base = base_of(name)
-    model = load_checkpoint(AutoModelForCausalLM, base).requires_grad_(trains and base == name)
-    stored_dtype = model.dtype
+    trains_all = trains and base == name and not args.lora_r
+    model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
+    model.requires_grad_(trains_all)
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)
-    if dist.is_initialized():
-        shard(model, dist.init_device_mesh(device, (dist.get_world_size(),)), args.dtype)
-    model.eval().to(device).float()
+    is_sharded = processes()[1] > 1 or (trains and args.dtype == "bfloat16")
+    if is_sharded:
+        shard(model, device, args.dtype)
+    model.eval().to(device)
+    if trains_all:
+        model.float()
     if trains and args.gradient_checkpointing:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    share_prompts(model, args.dtype)
-    if args.dtype == "bfloat16" and stored_dtype == torch.bfloat16 and not dist.is_initialized():
-        embeddings = base_model(model).get_input_embeddings().weight  # they stay float32, also as a tied head
-        for module in model.modules():
-            if type(module) is torch.nn.Linear and not module.weight.requires_grad and module.weight is not embeddings:
-                module.weight.data = module.weight.data.bfloat16()  # as autocast would in every forward
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    enable_shared_prompts(model)
     return model
 
 
-def load_checkpoint(kind, name: str):
-    """A model of a transformers class, with all its weights."""
+def load_checkpoint(kind, name: str, dtype: str = "auto"):
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
-    model, info = kind.from_pretrained(name, dtype="auto", output_loading_info=True)
+    model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise BadInput(f"{name} has no weights for {min(info['missing_keys'])}")
     return model
@@ -844,100 +836,78 @@ def load_checkpoint(kind, name: str):
 
 def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
-    peft = optional("peft")
+    import peft
     if folder is None:
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
-                                 target_modules=args.lora_target, task_type="CAUSAL_LM")
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
+                                 target_modules=args.lora_target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
+    if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
+        raise BadInput(f"{folder} changes more than weights: merge it, or choose another")
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
-        if name.endswith(tuple(config.modules_to_save or ())):
+        if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains)
+        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                              autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
     """The reference as a context manager that yields a model: --ref live or swap."""
     if args.ref == "live":
         return nullcontext(load_model(args.ref_model, device, args))
-    if args.ref != "swap":
-        raise BadInput(f"there is no --ref {args.ref}")
-    if args.ref_model == args.model:
-        return Swap(policy)  # the policy as it is now
-    return Swap(policy, load_model(args.ref_model, "cpu", args))
-
-
-def optional(package: str):
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise BadInput(f"pip install {error.name} first") from error
+    return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
 @lru_cache
 def load_function(spec: str) -> Callable:
-    """FILE.py:FUNCTION -> the function."""
-    file, _, name = spec.rpartition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    functions = runpy.run_path(file) if file else {}  # unlike import, it allows two files of one name
-    if name not in functions:
-        raise BadInput(f"{spec} is not FILE.py:FUNCTION")
-    return functions[name]
+    file, _, name = spec.rpartition(":")  # FILE.py:FUNCTION
+    sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
+    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 
 
-# ---- Processes and flags: the same in dpo.py, kto.py and rloo.py -----
+# ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
-def start_processes() -> str:
-    """Joins the other processes of torchrun. Returns this process's device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    warnings.filterwarnings("ignore", "torch.distributed is")
-    if "RANK" in os.environ and not dist.is_initialized():
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()
-    return device
-
-
-def resolve(args, device: str):
-    """Fills in the flags that depend on others."""
-    if args.model is None and args.data is None:
-        for name, value in DEMO.items():
-            if vars(args)[name] == vars(Args)[name]:  # other values are kept
-                args = replace(args, **{name: value})
+def resolve(args, new_tokens: int = 0):
+    """Checks and completes the flags. new_tokens: sampled after each row."""
+    if args.model is None and args.data is None and (HERE / "demo").exists():
+        args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
+        torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
         raise BadInput("give both --model and --data, or neither for the demo")
-    moves_reference = args.sync_reference or vars(args).get("humanline")
-    if moves_reference and args.ref != "swap":
-        raise BadInput("--sync_reference and --humanline need --ref swap")
-    is_adapter = base_of(args.model) != args.model
-    if is_adapter and args.lora_r:
+    moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
+    if len(moves) > 1 or (moves and args.ref != "swap"):
+        raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
+    if args.lora_r and base_of(args.model) != args.model:
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
-    if is_adapter or args.lora_r:
-        optional("peft")
     if args.dtype == "auto":
-        args = replace(args, dtype="bfloat16" if device == "cuda" else "float32")
-    return replace(args, ref_model=args.ref_model or args.model)
+        args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
+    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    if args.max_new_tokens >= context:
+        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
+    return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
+                   lr=1e-6 if args.lr is None else args.lr)
 
 
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """A function of seed, purpose and step or epoch: a resumed run needs no saved state."""
+    """A function of its arguments: a resumed run needs no saved state."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
 @lru_cache(maxsize=2)  # a step may be in two epochs
-def order_of_epoch(epoch: int, rows: int, seed: int) -> list[int]:
-    return generator(seed, "order", epoch).permutation(rows).tolist()
+def order_of_epoch(epoch: int, n_rows: int, seed: int) -> list[int]:
+    return generator(seed, "order", epoch).permutation(n_rows).tolist()
 
 
-def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of a step. Each epoch is a new permutation of all rows."""
+def batch_rows(step: int, rows: list, batch_size: int, seed: int, n_steps: int = 1) -> list:
+    """The rows of a step, or of n_steps. Each epoch is a new permutation of all rows."""
     batch = []
-    for position in range((step - 1) * batch_size, step * batch_size):
+    start = (step - 1) * batch_size
+    for position in range(start, start + n_steps * batch_size):
         epoch, place = divmod(position, len(rows))
         batch.append(rows[order_of_epoch(epoch, len(rows), seed)[place]])
     return batch
@@ -955,61 +925,67 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def open_folder(out: Path, args) -> FileLock | None:
-    """Creates and locks the output folder. Refuses that of a running or finished run."""
+def lock_folder(out: Path, args) -> FileLock:
+    """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
-    if processes()[0] != 0:
-        return None
     lock = FileLock(out / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise BadInput(f"another run writes into {out}: name another --out") from None
-    if args.wandb:
-        optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
+    if processes()[0] == 0:
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BadInput(f"another run writes into {out}: name another --out") from None
     return lock
 
 
-def describe_run(rows: list, digest: str, args) -> dict:
+def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
     """What a run and its checkpoint must have in common."""
-    free = "out ref_cache save_every model_every wandb tokens_per_forward rollout_tokens gradient_checkpointing".split()
-    run = {name: value for name, value in asdict(args).items() if name not in free}
-    run |= {"model_digest": digest, "rows_digest": hashlib.sha256(repr(rows).encode()).hexdigest()}
+    may_change = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
+                  "gradient_checkpointing").split()
+    run = {name: value for name, value in asdict(args).items() if name not in may_change}
+    models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
+    run["weights"] = {name: checkpoint_digest(name) for name in models}
+    run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
+    run["rows"] = digest_of(train_rows)
+    run["held-out rows"] = digest_of(eval_rows)
+    for file in (Path(__file__), HERE / "refcache.py"):
+        run[file.name] = digest_of([file.read_bytes()])
     return json.loads(json.dumps(run))  # tuples become lists
 
 
-def training_state(policy, optimizer) -> dict[str, torch.Tensor]:
-    """What a step changes in place: weights that train, and their optimizer state, which is created here."""
-    for weight in policy.parameters():
-        if weight.requires_grad:
-            weight.grad = torch.zeros_like(weight)
-    optimizer.step()  # lr is 0: no weight changes
+def digest_of(items: list) -> str:
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(repr(item).encode())
+    return digest.hexdigest()
+
+
+def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
+    """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
+    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
     optimizer.zero_grad()
-    tensors = {}
-    for name, weight in policy.named_parameters():  # tied weights once
-        if weight.requires_grad:
-            tensors[name] = weight.detach()
-            for key, value in optimizer.state[weight].items():
-                tensors[f"optimizer.{name}.{key}"] = value.zero_()
-    return tensors
+    state = {name: weight.detach() for name, weight in weights.items()}
+    for name, weight in weights.items():
+        state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
+    return state
 
 
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
-    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
+    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
     if processes()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed save
-    if dist.is_initialized():
-        dist.barrier()
+    barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
         write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
-        tqdm.write(f"step {step}: checkpoint in {folder}")
         for older in out.glob("resume-*"):
             if older != folder:
                 shutil.rmtree(older)
@@ -1017,15 +993,16 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0."""
-    saved = {"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)}
-    for file in out.glob("resume-*/run.json"):
-        saved = max(saved, json.loads(file.read_text()), key=lambda checkpoint: checkpoint["step"])
+    checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
+    checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
+    saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
     differing = [name for name in run if saved["run"].get(name) != run[name]]
-    if differing:
+    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    if differing != code:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}")
+        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
     if processes()[0] == 0:
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
@@ -1037,13 +1014,6 @@ def append(path: Path, lines: list[dict]):
     if processes()[0] == 0:
         with open(path, "a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
-
-
-def log(out: Path, values: dict, args):
-    """Adds a step to metrics.jsonl and wandb."""
-    append(out / "metrics.jsonl", [values])
-    if args.wandb and processes()[0] == 0:
-        optional("wandb").log(values, step=values["step"])
 
 
 def report(out: Path) -> list[dict]:
@@ -1062,7 +1032,6 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
-        shutil.rmtree(hidden, ignore_errors=True)
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
@@ -1070,14 +1039,13 @@ def save_model(model, tokenizer, folder: Path):
 
 
 if __name__ == "__main__":
-    stderr = sys.stderr
-    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process speaks
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process prints
+        sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, torch.OutOfMemoryError) as error:
-        advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        print(f"{Path(__file__).name}: {error}{advice}", file=stderr)
+    except (BadInput, ImportError, torch.OutOfMemoryError) as error:
+        advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing"
+        print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)
-    finally:
-        sys.stderr = stderr  # for the traceback of any process
