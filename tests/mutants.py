@@ -126,7 +126,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ("bos = full[:n_bos]", "bos = full[1:n_bos]"),
         ("ids if ids[:len(bos)] == bos else bos + ids", "bos + ids"),
         ('if roles & {"user", "system"}:', "if False:"),
-        ("if 2 * len(encoded) < len(rows):", "if not encoded:"),
+        ("if 2 * kept < len(rows):", "if not kept:"),
         ("if as_chat and isinstance(prompt, str):", "if False:")],
     ("rloo.py", "test_data"): [
         ('if prompt[-1]["role"] == "assistant" else', "if False else")],
