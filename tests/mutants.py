@@ -122,8 +122,10 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ("        positions = positions + 1\n", ""),
         ("check_sampler(policy, tokenizer, args)\n    ref", "ref")],
     ("dpo.py", "test_data"): [
-        ("prompt = tuple(os.path.commonprefix(sequences))", "prompt = tuple(sequences[0])"),
-        ("bos = full[:n_bos]", "bos = full[1:n_bos]"),
+        ("len(os.path.commonprefix([prompt, ids]))", "len(prompt)"),
+        ("len(text.rpartition(eos)[0] or text)", "len(text)"),
+        ("start -= 1  #", "pass  #"),
+        ("bos = full[:full.index(plain[0])]", "bos = full[1:full.index(plain[0])]"),
         ("ids if ids[:len(bos)] == bos else bos + ids", "bos + ids"),
         ('if roles & {"user", "system"}:', "if False:"),
         ("if 2 * kept < len(rows):", "if not kept:"),
