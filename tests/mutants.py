@@ -109,7 +109,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ("if self.model.config.num_labels != 1:", "if False:"),
         ('if info["missing_keys"]:', "if False:"),
         ("stops = core.generation_config.eos_token_id", "stops = None"),
-        ("if not has_ended and said in text:", "if False:")],
+        ('texts.append(text.partition("\\uffff")[0])', "texts.append(text)")],
     ("rloo.py", "test_samples"): [
         ("kept = TopPLogitsWarper(top_p)(None, kept)", "kept = TopPLogitsWarper(top_p)(None, logps)"),
         ("positions = (mask.cumsum(1) - 1).clamp(min=0)",
