@@ -197,8 +197,8 @@ def score_reference(reference, samples: Samples, device: str, args: Args) -> tor
 
 def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor,
               old_logps: torch.Tensor | None, args: Args) -> tuple[torch.Tensor, dict]:
-    """Adds the gradient of the mean loss. rewards (B, k), log-probs (B, k, T). old_logps None: the policy is still the one
-    that sampled, and the forward with the gradient gives them; so advantages, which contain the KL penalty, are
+    """Adds the gradient of the mean loss. rewards (B, k), log-probs (B, k, T). old_logps None: the policy is still the
+    one that sampled, and the forward with the gradient gives them; so advantages, which contain the KL penalty, are
     computed here. Returns log π and metrics."""
     divisor = rewards.numel()  # the loss is a mean over samples
     all_logps = torch.zeros(samples.mask.shape, device=rewards.device)
