@@ -109,7 +109,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ("if self.model.config.num_labels != 1:", "if False:"),
         ('if info["missing_keys"]:', "if False:"),
         ("stops = core.generation_config.eos_token_id", "stops = None"),
-        ("if not has_ended and said in text:", "if False:")],
+        ('texts.append(text.partition("\\uffff")[0])', "texts.append(text)")],
     ("rloo.py", "test_samples"): [
         ("kept = TopPLogitsWarper(top_p)(None, kept)", "kept = TopPLogitsWarper(top_p)(None, logps)"),
         ("positions = (mask.cumsum(1) - 1).clamp(min=0)",
@@ -122,11 +122,13 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ("        positions = positions + 1\n", ""),
         ("check_sampler(policy, tokenizer, args)\n    ref", "ref")],
     ("dpo.py", "test_data"): [
-        ("prompt = tuple(os.path.commonprefix(sequences))", "prompt = tuple(sequences[0])"),
-        ("bos = full[:n_bos]", "bos = full[1:n_bos]"),
+        ("len(os.path.commonprefix([prompt, ids]))", "len(prompt)"),
+        ("len(text.rpartition(eos)[0] or text)", "len(text)"),
+        ("start -= 1  #", "pass  #"),
+        ("bos = full[:full.index(plain[0])]", "bos = full[1:full.index(plain[0])]"),
         ("ids if ids[:len(bos)] == bos else bos + ids", "bos + ids"),
         ('if roles & {"user", "system"}:', "if False:"),
-        ("if 2 * len(encoded) < len(rows):", "if not encoded:"),
+        ("if 2 * kept < len(rows):", "if not kept:"),
         ("if as_chat and isinstance(prompt, str):", "if False:")],
     ("rloo.py", "test_data"): [
         ('if prompt[-1]["role"] == "assistant" else', "if False else")],
