@@ -13,11 +13,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import tyro
-from models import build, gradient, logp
-from runs import ROOT, SCRIPTS, TINY, TOKENIZER, arguments, load, save, tiny, weights_of
+from models import gradient, logp
+from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of
 from slow_losses import (
-    FORMULAS, alpha_po, aot, dpo_loss, dpop, f_divergence, ld_dpo, of_pairs, orpo, plain, ppo, token_weights, tokens_of,
-    wpo)
+    FORMULAS, alpha_po, aot, coins, dpo_loss, dpop, f_divergence, ld_dpo, model_with_many_ends, of_pairs, orpo, plain,
+    ppo, rpo, token_weights, tokens_of, wpo)
 from torch import tensor
 
 import dpo
@@ -50,8 +50,7 @@ def changed(name):
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = script.__file__
     exec(compile(apply(PATCHES[name], (ROOT / f"{script.__name__}.py").read_text()), name, "exec"), vars(module))
-    if name != "reward_model":
-        module.load_checkpoint, module.enable_shared_prompts = script.load_checkpoint, script.enable_shared_prompts
+    module.load_checkpoint, module.enable_shared_prompts = script.load_checkpoint, script.enable_shared_prompts
     return module
 
 
@@ -87,7 +86,7 @@ def test_all_patches_are_in_both_tables_and_small():
 # ---- Loss and gradient -----------------------------------------------
 
 def watch(monkeypatch, name, slow_loss, function="run_batch"):
-    """Compares each batch that main() trains on with slow_loss, which gets the same inputs. Returns the losses."""
+    """Compares the batches of main() with slow_loss. Returns losses and norms of gradients."""
     fast, losses = getattr(changed(name), function), []
 
     def watched(model, *inputs, **options):
@@ -114,14 +113,6 @@ def run(name, **flags):
     return changed(name).main(args), args
 
 
-@cache
-def model_with_many_ends():
-    """Its samples have different lengths."""
-    model = build("llama", TINY)
-    model.generation_config.eos_token_id = list(range(0, len(TOKENIZER), 5))
-    return save(model, "many ends")
-
-
 # ---- Pairs -----------------------------------------------------------
 
 @pytest.mark.parametrize("name, formula, flags", [
@@ -135,19 +126,26 @@ def test_loss_of_pairs(monkeypatch, name, formula, flags):
     assert len(losses) == 3
 
 
-def test_each_token_has_its_weight(monkeypatch):
-    encode = changed("token_weights").encode
+@pytest.mark.parametrize("name, formula, flags", [
+    ("token_weights", token_weights, {}), ("rpo", rpo(lambda m, d: (m - d) ** 2), dict(distance="sq")),
+    ("rpo", rpo(lambda m, d: coins(d, m)), {}), ("rpo", rpo(coins), dict(distance="fwd_kl"))])
+def test_loss_of_pairs_with_columns(monkeypatch, name, formula, flags):
+    encode = changed(name).encode
 
-    def weighted(*inputs):
-        for prompt, pair, columns in encode(*inputs):
-            w, l = ([t % 3 for t in range(len(y))] for y in pair)
-            yield prompt, pair, columns | {"chosen_weights": w, "rejected_weights": l}
+    def with_columns(*inputs):
+        for prompt, sequences, begins, columns in encode(*inputs):
+            w, l = ([t % 3 for t in range(len(ids) - min(begins))] for ids in sequences)
+            yield prompt, sequences, begins, columns | {
+                "chosen_weights": w, "rejected_weights": l, "chosen_reward": sum(w) / 9, "rejected_reward": "0.2"}
 
-    monkeypatch.setattr(changed("token_weights"), "encode", weighted)
-    losses = watch(monkeypatch, "token_weights", of_pairs(token_weights, load()))
-    run("token_weights", beta=0.3)
+    monkeypatch.setattr(changed(name), "encode", with_columns)
+    losses = watch(monkeypatch, name, of_pairs(formula, load()))
+    run(name, beta=0.3, **flags)
     assert len(losses) == 3
-    row = (1,), [(2,), (3, 4)], dict(chosen_weights=[1, 1])
+
+
+def test_another_number_of_weights_than_tokens_is_refused(monkeypatch):
+    row = (1,), [(1, 2), (1, 3, 4)], [1, 1], dict(chosen_weights=[1, 1])
     monkeypatch.setattr(changed("token_weights"), "encode", lambda *_: [row])
     with pytest.raises(BadInput, match="2 chosen_weights for 1 tokens"):
         run("token_weights")
@@ -160,7 +158,7 @@ def test_aot_compares_the_sorted_batch_under_any_micro_batching(monkeypatch, los
     assert len(losses) == 3
 
 
-def test_iterative_dpo_trains_on_the_best_and_the_worst_answer_of_the_reference(monkeypatch):
+def test_iterative_dpo_trains_on_the_best_and_the_worst_answer(monkeypatch):
     module, drawn, prompts, frozen = changed("iterative_dpo"), [], [], load(model_with_many_ends())
     generate, spec = module.generate, arguments("rloo").reward[0]
 
@@ -218,7 +216,7 @@ def test_reward_model_learns_from_pairs_and_scores_in_rloo(monkeypatch):
     expected = [score(judge.model, row.prompt + row.chosen).item() for row in rows]
     assert judge(prompts, answers, [True] * len(rows)) == pytest.approx(expected, abs=1e-5) and len(losses) == 3
     with pytest.raises(BadInput, match="adapter"):
-        changed("reward_model").load_model(tiny(), "cpu", changed("reward_model").Args(lora_r=4), trains=True)
+        changed("reward_model").load_model(tiny(), "cpu", rloo.Args(lora_r=4), trains=True)
 
 
 def test_sft_is_the_mean_over_the_tokens_of_good_rows(monkeypatch, tmp_path):
@@ -244,7 +242,7 @@ SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0
 
 
 def watch_samples(monkeypatch, name, formula, beta):
-    """Compares each batch with the formula. Returns the losses, and a dictionary of samples."""
+    """The same of samples, which are returned, too."""
     module, reference, known = changed(name), load(model_with_many_ends()), {}
     rollout, compute_rewards = module.rollout, module.compute_rewards
 
