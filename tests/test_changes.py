@@ -76,8 +76,7 @@ def test_patch_and_table_agree(name):
     tyro.cli(changed(name).Args, args=shlex.split(flags), use_underscores=True)
 
 
-def test_all_patches_are_in_both_tables_and_small():
-    assert sum(map(len, PATCHES.values())) <= 45_000
+def test_all_patches_are_in_both_tables():
     in_readme = re.findall(r"`(\w+)`(?: \(.*?\))? \+(\d+)", (ROOT / "README.md").read_text())
     assert dict(in_readme) == {name: row.split(" | ")[2].strip() for name, row in TABLE.items()}
     assert set(TABLE) == set(PATCHES)
