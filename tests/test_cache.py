@@ -84,13 +84,6 @@ def test_fill_scores_only_what_is_missing_and_loads_nothing_if_nothing_is(whole)
     assert all(np.array_equal(cache[key], before[key]) for key in before)
 
 
-def test_fill_reads_its_file_and_scores_nothing(path, whole):
-    filled(path=path)
-    again = ReferenceCache(**HEADER)
-    assert again.fill(None, GROUPS, path=path) == 0
-    assert equal(again, whole)
-
-
 def test_path_that_cannot_be_written_is_refused_before_any_scoring(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises((BadInput, OSError), match="file"):
@@ -294,12 +287,6 @@ def test_file_of_another_run_is_refused_with_both_values_and_not_overwritten(pat
         with pytest.raises(BadInput, match=f"{name}.*THEIRS.*{name}.*{HEADER[name]}"):
             use(path)
     assert path.read_bytes() == old
-
-
-def test_file_that_lacks_a_name_of_the_header_is_refused(path):
-    ReferenceCache(reference="abc").save(path)
-    with pytest.raises(BadInput, match="dtype"):
-        loaded(path)
 
 
 def test_linked_cache_is_updated_at_its_target(tmp_path, path, whole):

@@ -2,7 +2,6 @@
 import gc
 import json
 import math
-import shutil
 import sys
 import weakref
 from copy import deepcopy
@@ -12,15 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import SMALL, build
+from models import build
 from runs import (  # noqa: F401
-    BOTH, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, data, distance, load, run, same, tiny, weights_of, without_speed)
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    BOTH, SCRIPTS, TINY, TOKENIZER, arguments, data, distance, load, run, same, tiny, weights_of, without_speed)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 from dpo import Args, batch_rows, generate, groups, learning_rate, load_rows, write_samples
-from refcache import BadInput, ReferenceCache, checkpoint_digest, completion_logprobs
+from refcache import BadInput, ReferenceCache, checkpoint_digest
 
 FIRST = dict(eval_every=2, samples=2, max_new_tokens=4)
 
@@ -49,21 +47,6 @@ def loaded(monkeypatch):
 
 # ---- A run, and what it leaves ---------------------------------------
 
-@pytest.mark.slow
-@BOTH
-def test_learns_from_a_part_of_the_demo(script, tmp_path):
-    files = {"train": (f"{'pairs' if script == 'dpo' else 'feedback'}.jsonl", slice(24, 152))}
-    files["eval"] = files["train"][0].replace(".", "_test."), slice(24)
-    for name, (file, lines) in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join((ROOT / "demo" / file).read_text().splitlines(True)[lines]))
-    module = SCRIPTS[script]
-    history = module.main(module.Args(
-        model=f"{ROOT}/demo/model", data=f"{tmp_path}/train.jsonl", eval_data=f"{tmp_path}/eval.jsonl", steps=14,
-        out=f"{tmp_path}/out", lr=4e-4, batch_size=14, max_new_tokens=20, score=f"{ROOT}/demo/score.py:success"))
-    assert history[0]["eval_rewards/accuracies"] == 0.5 and history[-1]["eval_rewards/margins"] > 0.1
-    assert history[0]["eval_score"] + 0.3 < history[-1]["eval_score"]
-
-
 def test_step_0_is_ln_2(run):
     history = run(**FIRST).history
     assert history[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-5)
@@ -85,11 +68,8 @@ def test_files_of_a_finished_run(run):
     assert [sample["step"] for sample in samples] == [0, 0, 2, 2, 3, 3]
     prompts = [row.columns["prompt"] for row in rows_of(first.args)[1][:2]]
     assert [sample["prompt"] for sample in samples] == prompts * 3
-
-
-def test_saved_model_has_plain_attention_and_its_tokenizer(run):
-    assert AutoModelForCausalLM.from_pretrained(run(**FIRST).model).config._attn_implementation == "sdpa"
-    assert AutoTokenizer.from_pretrained(run(**FIRST).model).chat_template == TOKENIZER.chat_template
+    assert AutoModelForCausalLM.from_pretrained(first.model).config._attn_implementation == "sdpa"
+    assert AutoTokenizer.from_pretrained(first.model).chat_template == TOKENIZER.chat_template
 
 
 @BOTH
@@ -143,19 +123,6 @@ def test_losses_and_their_flags_reach_the_run(tmp_path):
     assert history[1]["loss"] == pytest.approx(0.5 * 1.5 ** 2 + math.log(2), abs=1e-4)
 
 
-@pytest.mark.parametrize("model_type, config", [
-    ("opt", dict(dropout=0.5, ffn_dim=64, word_embed_proj_dim=32)),
-    ("falcon", dict(hidden_dropout=0.5, attention_dropout=0.5))])
-def test_dropout_is_off_also_with_gradient_checkpointing(tmp_path, model_type, config):
-    config = AutoConfig.for_model(model_type, **SMALL | config)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    logps = []
-    for checkpointing in (True, True, False):
-        policy = load(tmp_path, trains=True, gradient_checkpointing=checkpointing)
-        logps += completion_logprobs(policy, [((5, 9, 33), [(60, 12, 7)])])[0]
-    assert logps[0].equal(logps[1]) and torch.allclose(logps[0], logps[2], atol=1e-5)
-
-
 def test_model_every_writes_models_that_load(run):
     done = run(model_every=2)
     assert [folder.name for folder in done.out.glob("model-*")] == ["model-2"]
@@ -166,7 +133,8 @@ def test_model_every_writes_models_that_load(run):
 
 def test_wandb_gets_the_metrics_and_the_arguments(monkeypatch):
     logged, started = [], []
-    fake = SimpleNamespace(init=lambda **more: started.append(more), log=lambda values, **_: logged.append(values["step"]))
+    fake = SimpleNamespace(init=lambda **more: started.append(more))
+    fake.log = lambda values, **_: logged.append(values["step"])
     monkeypatch.setitem(sys.modules, "wandb", fake)
     dpo.main(arguments(wandb="my-project", steps=2))
     assert started[0]["project"] == "my-project" and started[0]["config"]["beta"] == 0.1
@@ -356,12 +324,6 @@ def test_scores_get_all_columns_also_those_that_the_first_row_lacks(tmp_path):
     assert [line["step"] for line in lines] == [7, 7]
 
 
-@pytest.mark.parametrize("score, error", [("return 1 / 0", ZeroDivisionError), ("return [1.0]", ValueError)])
-def test_a_score_that_fails_shows_its_own_error(tmp_path, score, error):
-    with pytest.raises(error):
-        sampled(tmp_path, score)
-
-
 def test_prompts_without_room_for_an_answer_get_none(tmp_path):
     assert sampled(tmp_path, "return [1.0] * len(prompts)", max_new_tokens=255) == ({}, [])
 
@@ -370,9 +332,9 @@ def test_prompts_without_room_for_an_answer_get_none(tmp_path):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(data="nothing.jsonl"), "nothing.jsonl"), (dict(model=None), "--model and --data"),
-    (dict(data=None), "--model and --data"),
-    (dict(sync_reference=2), "--ref swap"), (dict(humanline=(-1.0, 1.5)), "--ref swap"),
-    (dict(humanline=(-1.0, 1.5), ref="swap", sync_reference=1), "--sync_reference.* --humanline|--humanline.* --sync_reference"),
+    (dict(data=None), "--model and --data"), (dict(sync_reference=2), "--ref swap"),
+    (dict(humanline=(-1.0, 1.5)), "--ref swap"),
+    (dict(humanline=(-1.0, 1.5), ref="swap", sync_reference=1), "--humanline"),
     (dict(max_length=5), "--max_length"), (dict(max_new_tokens=256), "--max_new_tokens 256")])
 def test_bad_input_is_refused(loaded, changes, words):
     with pytest.raises(BadInput, match=words):
@@ -382,15 +344,6 @@ def test_bad_input_is_refused(loaded, changes, words):
 
 def test_an_unknown_ref_is_not_taken_for_none():
     assert dpo.main(arguments(ref="Cache", steps=1))[0]["eval_logratio"] < 1e-5
-
-
-def test_missing_weights_are_refused(tmp_path):
-    folder = shutil.copytree(tiny(), tmp_path / "other")
-    state = load_file(folder / "model.safetensors")
-    del state["model.norm.weight"]
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(BadInput, match="model.norm.weight"):
-        dpo.main(arguments(model=str(folder)))
 
 
 @BOTH

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 import torch
-from models import gradient, logp, make
+from models import gradient, make
 from torch import tensor
 
 import dpo
@@ -197,38 +197,10 @@ def test_loss_and_gradient_are_the_same_under_any_micro_batching(policy, known, 
     assert found.abs().max() > 1e-4
 
 
-def test_gradient_of_a_batch_is_that_of_its_mean_loss(policy, known):
-    """One forward per sequence, the DPO loss as in the paper."""
-    policy.zero_grad()
-    values = dpo.run_batch(policy, ROWS, known, Args(dtype="float32", beta=0.3, tokens_per_forward=25), train=True)
-    found = gradient(policy)
-    policy.zero_grad()
-    loss = 0.0
-    for row in ROWS:
-        c = (logp(policy, row.prompt, row.chosen) - tensor(known[row.prompt, row.chosen])).sum()
-        r = (logp(policy, row.prompt, row.rejected) - tensor(known[row.prompt, row.rejected])).sum()
-        loss = loss - torch.nn.functional.logsigmoid(0.3 * (c - r)) / len(ROWS)
-    loss.backward()
-    assert values["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    torch.testing.assert_close(found, gradient(policy), rtol=1e-3, atol=1e-5)
-
-
 def test_evaluation_leaves_no_gradient(policy, known):
     policy.zero_grad()
     dpo.run_batch(policy, ROWS, known, ARGS, train=False)
     assert all(p.grad is None for p in policy.parameters())
-
-
-@torch.no_grad()
-def test_humanline_clamps_the_log_ratio_of_every_token(policy, known):
-    batch = measure(policy, ROWS, known, dpo.replace(ARGS, humanline=(-1.0, 1.5), ref="swap"))
-    clamped = 0
-    for i, row in enumerate(ROWS):
-        for y, found in ((row.chosen, batch.ratio_w[i]), (row.rejected, batch.ratio_l[i])):
-            ratios = logp(policy, row.prompt, y) - tensor(known[row.prompt, y])
-            assert found.item() == pytest.approx(ratios.clamp(-1.0, 1.5).sum().item(), abs=1e-4)
-            clamped += ((ratios < -1.0) | (ratios > 1.5)).sum().item()
-    assert clamped, "or the test would not see it"
 
 
 @torch.no_grad()

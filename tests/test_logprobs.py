@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from models import (
-    GPT2, GROUPS, MODELS, ON_CUDA, P, Q, SAMPLES, SMALL, TOKENS, build, flat, make, slow, values_and_gradients)
+from models import GROUPS, MODELS, ON_CUDA, P, Q, SAMPLES, SMALL, TOKENS, build, flat, make, slow, values_and_gradients
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
@@ -304,23 +303,12 @@ def test_generate_gives_the_same_tokens_with_sharing_on():
     assert torch.equal(model.generate(ids, **options), before)
 
 
-def test_share_prompts_says_what_it_decided(capsys):
-    enable_shared_prompts(make("llama"))
-    enable_shared_prompts(make("mamba"))
-    one, two = capsys.readouterr().out.splitlines()
-    assert "completions share" in one and "padded rows: recurrent" in two
-
-
 def test_eval_mode_ends_also_when_the_block_raises():
     model = make("llama").train()
     with pytest.raises(KeyError), eval_mode(model):
         assert not any(module.training for module in model.modules())
         raise KeyError
     assert all(module.training for module in model.modules())
-
-
-def test_dropout_does_not_disturb_the_decision():
-    assert enable_shared_prompts(build("gpt2", dict(GPT2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)).train())
 
 
 def test_attention_that_is_slightly_off_gets_padded_rows(monkeypatch):
@@ -394,19 +382,6 @@ def test_model_whose_logits_are_nan_is_refused():
     model.lm_head.weight.data.fill_(float("nan"))
     with pytest.raises(BadInput, match="not supported.*NaN"):
         completion_logprobs(model, GROUPS)
-
-
-@pytest.mark.parametrize("model_type, config", [
-    ("llama4_text", dict(SMALL, head_dim=8, num_local_experts=2, intermediate_size_mlp=64)),  # its decoder gives logits
-    ("bert", dict(SMALL, is_decoder=True))])  # layers between the decoder and the head
-def test_unusual_architecture_is_exact_or_refused(model_type, config):
-    model = build(model_type, config)
-    try:
-        logps = flat(completion_logprobs(model, GROUPS))
-    except BadInput as error:
-        assert "not supported" in str(error)
-    else:
-        assert_close([logps], [flat(slow(model, GROUPS))])
 
 
 @pytest.mark.parametrize("model_type, config", [

@@ -46,8 +46,8 @@ def test_another_reference_model_is_the_same_cached_swapped_and_live(run, script
 
 
 @pytest.mark.parametrize("script, ref, lora", [
-    ("dpo", "cache", {}), ("kto", "swap", {}), ("dpo", "live", {}), pytest.param("kto", "cache", LORA, marks=needs_peft),
-    pytest.param("dpo", "swap", LORA, marks=needs_peft), ("rloo", "swap", {})])
+    ("dpo", "cache", {}), ("kto", "swap", {}), ("dpo", "live", {}), ("rloo", "swap", {}),
+    pytest.param("kto", "cache", LORA, marks=needs_peft), pytest.param("dpo", "swap", LORA, marks=needs_peft)])
 def test_a_tied_bfloat16_checkpoint_is_bit_for_bit_its_own_reference(run, script, ref, lora):
     folder = save(build("llama", TINY | dict(tie_word_embeddings=True)).bfloat16(), "tied bfloat16")
     before, first = run(script, model=folder, ref=ref, dtype="bfloat16", steps=1, beta=1.0, **lora).history
@@ -173,13 +173,13 @@ def slow_run(script, args, begin):
 
 
 OTHER = dict(ref_model=tiny(1), lr=1e-3, seed=4)  # z is positive
+MOVING = dict(ref="swap", sync_reference=2, sync_mix=0.6)
 
 
 @pytest.mark.parametrize("script, changes", [
     ("dpo", {}), ("dpo", dict(weight_decay=2.0)), ("kto", dict(desirable_weight=1.3, undesirable_weight=0.7, **OTHER)),
     ("kto", dict(loss="apo_zero_unpaired", **OTHER)),
-    ("dpo", dict(ref="swap", sync_reference=2, sync_mix=0.6)), ("kto", dict(ref="swap", sync_reference=2, sync_mix=0.6)),
-    pytest.param("dpo", dict(ref="swap", sync_reference=1, sync_mix=0.6, **LORA), marks=needs_peft),
+    ("dpo", MOVING), ("kto", MOVING), pytest.param("dpo", MOVING | LORA, marks=needs_peft),
     ("dpo", dict(ref="swap", humanline=NARROW)), ("kto", dict(ref="swap", humanline=NARROW))])
 def test_a_run_equals_a_slow_loop_of_two_models(run, script, changes):
     begin = tiny()

@@ -1,7 +1,6 @@
 """rloo.py: advantages and gradients by hand, rewards, training against a slow loop of two models, samples."""
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from models import build, logp
-from runs import EACH, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, data, save, tiny, without_speed
+from runs import ROOT, TINY, TOKENIZER, arguments, data, save, tiny, without_speed
 from safetensors.torch import load_file
 from torch import tensor
-from transformers import (AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification,
-                          AutoTokenizer, LlamaForSequenceClassification)
+from transformers import (
+    AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForSequenceClassification)
 
 import rloo
 from refcache import BadInput
@@ -180,12 +179,6 @@ def test_a_reward_that_returns_too_little_is_refused(flags, rewards, name, words
         main(arguments("rloo", **flags | dict(reward=(rewards(name),))))
 
 
-def test_a_reward_that_raises_shows_its_own_line(flags, rewards):
-    with pytest.raises(ZeroDivisionError) as error:
-        main(arguments("rloo", **flags | dict(reward=(rewards("raises"),))))
-    assert str(error.traceback[-1].path).endswith("rewards_of_test_rloo.py")
-
-
 def test_constant_rewards_give_a_gradient_of_exactly_0_and_adam_changes_nothing(rolled, rewards):
     """Policy and reference sum the same numbers in the same order: Adam would make a whole step of their rounding."""
     still = rolled(reward=(rewards("constant"),), beta=0.05, tokens_per_forward=200)
@@ -284,12 +277,6 @@ def test_models_with_random_heads_or_two_outputs_are_refused(flags, tmp_path):
 
 # ---- Training --------------------------------------------------------
 
-@pytest.mark.slow
-def test_learns_to_write_more_vowels(rolled):
-    history = rolled(steps=6, k=8, beta=0.01, max_new_tokens=8, lr=3e-3, warmup=0.0, schedule="constant").history
-    assert history[6]["reward"] > 1.25 * history[1]["reward"]
-
-
 @pytest.mark.parametrize("changes", [
     dict(updates_per_rollout=2, temperature=0.8, reward_clip=(0.9, 1.2), mask_truncated=True), dict()], ids=str)
 def test_training_equals_a_slow_loop_of_two_models(rolled, changes):
@@ -340,12 +327,6 @@ def test_memory_flags_change_no_sample_and_no_result(rolled):
 
 def test_beta_0_needs_no_reference(rolled):
     assert "kl" not in rolled(beta=0.0, sync_reference=1).history[2]
-
-
-def test_the_reference_follows_after_the_update_of_a_step(rolled):
-    still, moved = rolled().history, rolled(sync_reference=1).history
-    assert moved[1]["kl"] == still[1]["kl"]
-    assert abs(moved[2]["kl"]) < 1e-5 < 1e-3 < abs(still[2]["kl"])
 
 
 # ---- Samples and files -----------------------------------------------
@@ -405,23 +386,3 @@ def test_a_list_of_ends_stops_samples_and_other_generation_settings_change_none(
     for _, ys in stopped.steps[0].groups:
         assert all(token not in ends for y in ys for token in y[:-1])
         assert all(len(y) == 12 or y[-1] in ends for y in ys)
-
-
-@EACH
-def test_what_follows_the_end_of_a_sample_is_not_decoded(script, tmp_path, monkeypatch):
-    """Padding is token 0, which is "!" in GPT-2's vocabulary."""
-    model = shutil.copytree(tiny(), tmp_path / "model")
-    settings = json.loads((model / "tokenizer.json").read_text())
-    vocabulary = settings["model"]["vocab"]
-    vocabulary |= {"!": 0, "<|pad|>": vocabulary["!"]}
-    settings["added_tokens"][0]["id"] = vocabulary["<|pad|>"]
-    (model / "tokenizer.json").write_text(json.dumps(settings))
-    assert AutoTokenizer.from_pretrained(model).decode([0, 0]) == "!!"
-
-    ends = [token for token in range(len(TOKENIZER)) if token % 3]
-    monkeypatch.setattr(SCRIPTS[script], "stop_tokens", lambda *_: ends)
-    args = arguments(script, model=str(model), steps=1, max_new_tokens=20)
-    SCRIPTS[script].main(args if script == "rloo" else replace(args, samples=3))
-    lines = read(Path(args.out) / "samples.jsonl")
-    assert len(lines) >= 6
-    assert not [line for line in lines if "!!" in str(line["completion"])]

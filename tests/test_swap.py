@@ -58,19 +58,10 @@ def test_swap_holds_one_copy_on_the_host():
     swap = Swap(policy, make("llama-tied", 2))
     for context in (nullcontext(), swap):
         with context:
-            held = {t.data_ptr(): t.numel() for part in vars(swap).values() if type(part) is dict for t in part.values()}
-            others = held.keys() - {p.data_ptr() for p in policy.parameters()}
-            assert sum(held[place] for place in others) == policy.num_parameters()
-
-
-def test_swap_restores_the_policy_as_it_was_at_each_entry():
-    policy = make("llama", 1)
-    swap = Swap(policy, make("llama", 2))
-    for seed in range(2):
-        before = copy_of(move(policy, seed))
-        with swap:
-            assert not equal(policy.state_dict(), before)
-        assert equal(policy.state_dict(), before)
+            dictionaries = [part for part in vars(swap).values() if type(part) is dict]
+            held = {tensor.data_ptr(): tensor.numel() for part in dictionaries for tensor in part.values()}
+            on_host = held.keys() - {p.data_ptr() for p in policy.parameters()}
+            assert sum(held[place] for place in on_host) == policy.num_parameters()
 
 
 def test_parameters_stay_the_same_objects_for_the_optimizer_and_tied_ones_are_held_once():
@@ -237,12 +228,6 @@ def test_log_ratios_by_hand(known, clamp, ratios, gradient):
     one.sum().backward()
     assert [*one.tolist(), *two.tolist()] == pytest.approx(ratios, abs=1e-6)
     assert logps.grad.tolist() == gradient
-
-
-def test_log_ratio_of_an_unknown_completion_is_an_error():
-    for known in (KNOWN, ReferenceCache()):
-        with pytest.raises(KeyError):
-            log_ratios([[tensor([-0.75])]], [(PROMPT, [(9,)])], known)
 
 
 @pytest.mark.parametrize("dtype, ranks, difference, agrees", [
