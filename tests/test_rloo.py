@@ -263,6 +263,19 @@ def test_a_reward_model_sees_what_was_sampled_without_an_end_that_was_cut_off(ro
     assert type(read(one.out / "samples.jsonl")[0]["prompt"]) is (str if string else list)
 
 
+@pytest.mark.parametrize("said", ["end", "The end. "])
+def test_a_sample_that_was_cut_off_is_scored_as_it_was_sampled(tmp_path, said):
+    """Also if its words stand in the prompt or in the template's ending, and if the template trims answers."""
+    path = classifier(tmp_path / "judge")
+    judge = reward_model(path)
+    judge.tokenizer.chat_template = judge.tokenizer.chat_template.replace("message.content", "message.content | trim")
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    sampled = [f"<|user|>Which end?<|end|><|assistant|>{text}" for text in (said, said.strip() + "<|end|>")]
+    truth = [model(tensor([TOKENIZER(text, add_special_tokens=False).input_ids])).logits.item() for text in sampled]
+    scores = judge([chat("Which end?")] * 2, [chat(said, "assistant")] * 2, [False, True])
+    assert scores == pytest.approx(truth, abs=1e-5)
+
+
 def test_models_with_random_heads_or_two_outputs_are_refused(flags, tmp_path):
     headless = tmp_path / "headless"
     AutoModel.from_pretrained(tiny()).save_pretrained(headless)
