@@ -2,7 +2,6 @@
 import gc
 import json
 import math
-import sys
 import weakref
 from copy import deepcopy
 from dataclasses import replace
@@ -61,7 +60,6 @@ def test_files_of_a_finished_run(run):
     lines = [json.loads(line) for line in open(first.out / "metrics.jsonl")]
     assert without_speed(lines) == first.history
     assert min(line[name] for line in lines[1:] for name in ("seconds", "tokens_per_second")) > 0
-    assert json.loads((first.out / "args.json").read_text())["lr"] == 3e-3
     assert [values["step"] for values in first.history] == [0, 1, 2, 3]
     assert ["eval_loss" in values for values in first.history] == [True, False, True, True]
     samples = [json.loads(line) for line in open(first.out / "samples.jsonl")]
@@ -114,13 +112,10 @@ def test_memory_flags_change_memory_only(run, script):
     assert same(run(script, **FIRST), run(script, **FIRST, tokens_per_forward=90, gradient_checkpointing=True), 1e-4)
 
 
-def test_losses_and_their_flags_reach_the_run(tmp_path):
-    """rpo_sq reads the data's rewards: 0.5 · (0 − 2 (1 − 0.25))² + ln 2 at the reference."""
-    rows = [json.loads(line) | {"chosen_reward": 1.0, "rejected_reward": 0.25} for line in open(data("dpo")[0])]
-    (tmp_path / "scored.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    history = dpo.main(arguments(data=f"{tmp_path}/scored.jsonl", eval_data=None, steps=1, rpo_eta=2.0,
-                                 loss=("rpo_sq", "sigmoid"), loss_weights=(0.5, 1.0)))
-    assert history[1]["loss"] == pytest.approx(0.5 * 1.5 ** 2 + math.log(2), abs=1e-4)
+def test_losses_and_their_weights_reach_the_run(run):
+    """At the reference ipo is 1 / (2 β)², and sigmoid ln 2."""
+    first = run(steps=1, loss=("ipo", "sigmoid"), loss_weights=(0.5, 1.0)).history[1]
+    assert first["loss"] == pytest.approx(0.5 * 25 + math.log(2), abs=1e-3)
 
 
 def test_model_every_writes_models_that_load(run):
@@ -131,35 +126,12 @@ def test_model_every_writes_models_that_load(run):
     assert distance(middle, done) > 1e-5 and distance(done, run()) == 0
 
 
-def test_wandb_gets_the_metrics_and_the_arguments(monkeypatch):
-    logged, started = [], []
-    fake = SimpleNamespace(init=lambda **more: started.append(more))
-    fake.log = lambda values, **_: logged.append(values["step"])
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    dpo.main(arguments(wandb="my-project", steps=2))
-    assert started[0]["project"] == "my-project" and started[0]["config"]["beta"] == 0.1
-    assert logged == [0, 1, 2]
-
-
 @pytest.mark.parametrize("save_every, steps", [(0, [3]), (2, [2, 3])])
 def test_checkpoints_are_written_every_so_many_steps_and_at_the_end(monkeypatch, save_every, steps):
     saved = []
     monkeypatch.setattr(dpo, "save_checkpoint", lambda out, step, *more: saved.append(step))
     dpo.main(arguments(save_every=save_every))
     assert saved == steps
-
-
-def test_the_report_shows_three_answers_before_and_after(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 2.5}\n{"step": 3, "eval_loss": 1.5}')
-    answers = [{"step": step, "prompt": f"Question {n}?", "completion": f"Answer {n} of step {step}."}
-               for step in (0, 3) for n in range(5)]
-    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, answers)))
-    assert len(dpo.report(tmp_path)) == 2
-    printed = capsys.readouterr().out
-    assert "2.500   1.500" in printed
-    for n in range(5):
-        shown = [f"Question {n}?", f"Answer {n} of step 0.", f"Answer {n} of step 3."]
-        assert [text in printed for text in shown] == [n < 3] * 3
 
 
 # ---- The reference ---------------------------------------------------
@@ -340,10 +312,6 @@ def test_bad_input_is_refused(loaded, changes, words):
     with pytest.raises(BadInput, match=words):
         dpo.main(arguments(**changes))
     assert loaded == []
-
-
-def test_an_unknown_ref_is_not_taken_for_none():
-    assert dpo.main(arguments(ref="Cache", steps=1))[0]["eval_logratio"] < 1e-5
 
 
 @BOTH

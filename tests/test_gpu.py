@@ -55,7 +55,7 @@ def test_bfloat16_kernel_is_as_close_to_one_float32_forward_per_sequence_as_the_
 @pytest.mark.parametrize("name", ["llama", "mistral-window-5"])
 def test_no_micro_batch_waits_for_the_gpu(name):
     model = make(name).cuda()
-    rows = [dpo.Row(x, ys[0], ys[-1], 0.0, 0.0, {}) for x, ys in SAMPLES[2]] * 3
+    rows = [dpo.Row(x, ys[0], ys[-1], {}) for x, ys in SAMPLES[2]] * 3
     known = ReferenceCache()
     args = dpo.Args(dtype="bfloat16", tokens_per_forward=60)
     known.score(model, dpo.groups(rows), 60, "bfloat16")

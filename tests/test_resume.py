@@ -106,7 +106,7 @@ def assert_same_as_whole(name, out):
 
 def live(args, script, die_at, sleep, report):
     """Runs a script. Counts what changes a file or a weight, and kills itself before event number `die_at`, or before
-    the event of that name, such as "learning_rate 2"."""
+    the event of that name, such as "learning_rate 2" or "replace model"."""
     tqdm.set_lock(threading.RLock())  # a killed process would keep the one that forks share
     sys.stdout = sys.stderr = open(os.devnull, "w")
     module = SCRIPTS[script]
@@ -117,7 +117,8 @@ def live(args, script, die_at, sleep, report):
 
         def wrapper(*inputs, **more):
             counts[name] += 1
-            if die_at in (counts.total(), f"{name} {counts[name]}"):
+            target = os.path.basename(str(inputs[-1]))
+            if die_at in (counts.total(), f"{name} {counts[name]}", f"{name} {target}"):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(sleep)
             return function(*inputs, **more)
@@ -179,7 +180,7 @@ def test_resume_after_a_kill_in_every_step_is_bitwise_equal(tmp_path):
     assert_same_as_whole("dpo-sync", tmp_path)
 
 
-@pytest.mark.parametrize("die_at", ["fsync 2", "replace 2", "rmtree 3", "replace 5"])
+@pytest.mark.parametrize("die_at", ["fsync 2", "replace run.json", "rmtree resume-1", "replace model"])
 def test_resume_after_a_kill_while_a_checkpoint_or_the_model_is_written_is_bitwise_equal(die_at, tmp_path):
     kill("dpo-swap", tmp_path, die_at)
     assert not (tmp_path / "model").exists()
@@ -242,7 +243,7 @@ def test_shards_of_a_killed_save_do_not_reach_a_later_save_with_fewer_processes(
         zeros = {key: torch.zeros_like(tensor) for key, tensor in load_file(file).items()}
         with safe_open(file, "pt") as opened:
             save_file(zeros, stale / "shard-00002-model-00001-of-00001.safetensors", opened.metadata())
-    kill("dpo", out, "replace 3")  # the checkpoint of the last step is complete, the model is not
+    kill("dpo", out, "replace model")  # the checkpoint of the last step is complete, the model is not
     assert newest(out) == stale
     assert_same_as_whole("dpo", out)
 
