@@ -53,8 +53,8 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group, processes,
-    progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group,
+    processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -251,7 +251,8 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if ("exo_pair" in args.loss and args.label_smoothing <= 0) or ("robust" in args.loss and args.label_smoothing >= 0.5):
+    eps = args.label_smoothing
+    if ("exo_pair" in args.loss and eps <= 0) or ("robust" in args.loss and eps >= 0.5):
         raise BadInput("exo_pair needs a --label_smoothing above 0, such as 0.001; robust one below 0.5")
     if set(args.loss) <= NO_REFERENCE:
         args = replace(args, ref="none")
@@ -342,7 +343,7 @@ def main(args: Args) -> list[dict]:
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} pairs; the model is in {out / 'model'}, answers are in {out / LOGS[1]}")
+    print(f"{steps} steps of {batch_size} pairs; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
     return report(out)
 
@@ -489,7 +490,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
         if 2 * len(lengths) >= len(rows):
-            notes.append(f"--max_length {np.quantile(lengths, 0.95, method='higher')} keeps 95 %, if the model allows it")
+            enough = np.quantile(lengths, 0.95, method="higher")
+            notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
     return encoded
 
@@ -593,7 +595,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
-        raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
+        raise BadInput(f"{ref_name} has another tokenizer than {name}")
     return tokenizer
 
 
@@ -605,8 +607,8 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference, whose weights have the dtype of forwards. In eval mode: dropout
-    would be noise in every log-ratio."""
+    """The policy if it `trains`, else a frozen reference in the dtype of forwards. In eval mode: dropout would be noise
+    in every log-ratio."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
@@ -628,7 +630,6 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
 
 def load_checkpoint(kind, name: str, dtype: str = "auto"):
-    """A model with all its weights. dtype "auto": as stored."""
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
     model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
@@ -665,8 +666,7 @@ def load_reference(policy, device: str, args):
 
 @lru_cache
 def load_function(spec: str) -> Callable:
-    """FILE.py:FUNCTION -> the function."""
-    file, _, name = spec.rpartition(":")
+    file, _, name = spec.rpartition(":")  # FILE.py:FUNCTION
     sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
     return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 

@@ -6,7 +6,7 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     L(θ) = E  λ_D (1 − σ(β (ρ − z)))   if y is desirable,      λ_U (1 − σ(β (z − ρ)))   if not
 
     python kto.py  # the demo: offline, under a minute
-    python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen  # your model, your data
+    python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen
 
 z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws it in each batch;
 here each row keeps one, so that its reference log-probs can be cached. A killed run resumes if its command is repeated.
@@ -53,8 +53,8 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group, processes,
-    progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group,
+    processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -160,7 +160,7 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     completion: tuple[int, ...]
     is_desirable: bool
-    other: tuple[int, ...]  # y', an answer to another prompt, for z; () if the loss needs none
+    other: tuple[int, ...]  # y', an answer to another prompt; () if the loss needs none
     columns: dict  # of the file
 
 
@@ -328,7 +328,7 @@ def main(args: Args) -> list[dict]:
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} rows; the model is in {out / 'model'}, answers are in {out / LOGS[1]}")
+    print(f"{steps} steps of {batch_size} rows; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
     return report(out)
 
@@ -533,7 +533,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
         if 2 * len(lengths) >= len(rows):
-            notes.append(f"--max_length {np.quantile(lengths, 0.95, method='higher')} keeps 95 %, if the model allows it")
+            enough = np.quantile(lengths, 0.95, method="higher")
+            notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
     return encoded
 
@@ -637,7 +638,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
-        raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
+        raise BadInput(f"{ref_name} has another tokenizer than {name}")
     return tokenizer
 
 
@@ -649,8 +650,8 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference, whose weights have the dtype of forwards. In eval mode: dropout
-    would be noise in every log-ratio."""
+    """The policy if it `trains`, else a frozen reference in the dtype of forwards. In eval mode: dropout would be noise
+    in every log-ratio."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
@@ -672,7 +673,6 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
 
 def load_checkpoint(kind, name: str, dtype: str = "auto"):
-    """A model with all its weights. dtype "auto": as stored."""
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
     model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
@@ -709,8 +709,7 @@ def load_reference(policy, device: str, args):
 
 @lru_cache
 def load_function(spec: str) -> Callable:
-    """FILE.py:FUNCTION -> the function."""
-    file, _, name = spec.rpartition(":")
+    file, _, name = spec.rpartition(":")  # FILE.py:FUNCTION
     sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
     return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 

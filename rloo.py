@@ -5,21 +5,21 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     (1)   ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x), y_i ~ π(·|x)
     (2)   R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
 
-    python rloo.py  # the demo: offline, under a minute
+    python rloo.py  # the demo: offline
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
 
-A prompt is encoded once for its k samples: in the rollout and in training. A killed run resumes
-if the command is repeated.
+A prompt is encoded once for its k samples. A killed run resumes if its command is repeated.
 
 Data      rows `prompt`, a string or chat messages, and any columns for the reward:
           {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
-          A reward is a function(prompts, completions, **columns) that returns a float, or None, per completion.
+          A reward is a function(prompts, completions, **columns) -> a float or None per completion.
 Shapes    B prompts per step, k samples each, T tokens in the longest: rewards and advantages are (B, k); log-probs of
           tokens are (B, k, T), 0 after the end of a sample. b: prompts in a micro-batch.
 Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function |
-          frac_reward_zero_std: share of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
-          per token | completions/mean_length | completions/clipped_ratio: share of samples cut off by max_new_tokens |
-          loss | clip_ratio | grad_norm | learning_rate. eval_*: one sample of each held-out prompt.
+          frac_reward_zero_std: fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
+          per token | completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss |
+          clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token |
+          grad_norm | learning_rate | seconds | tokens_per_second | eval_*: of one sample per held-out prompt
 """
 import csv
 import hashlib
@@ -57,8 +57,8 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts, micro_batches, pack,
-    process_group, processes, progress_bar, shard, unsharded, unwrap_model, write_whole)
+    context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts,
+    micro_batches, pack, process_group, processes, progress_bar, shard, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -118,7 +118,7 @@ class Args:
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
-    rollout_tokens: int = 65536  # places in the key-value cache; memory and speed only, never the result
+    rollout_tokens: int = 65536  # places in the key-value cache; likewise
     gradient_checkpointing: bool = False  # likewise
 
     save_every: int = 50  # steps between checkpoints; 0: none
@@ -128,21 +128,29 @@ class Args:
 
 # ---- The loss --------------------------------------------------------
 
+def compute_advantages(rewards: torch.Tensor, old_logps: torch.Tensor, ref_logps: torch.Tensor, beta: float):
+    """Equation (2), then (1): rewards (B, k), log-probs (B, k, T) -> (B, k)."""
+    kl = (old_logps - ref_logps).sum(dim=2)  # k1: in a reward it is unbiased, k3 in a loss is not (arXiv:2512.21852)
+    return leave_one_out(rewards - beta * kl)
+
+
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
     """(B, k) -> (B, k): each reward minus the mean of the prompt's other samples. A sample with NaN is left out: its
-    advantage is 0, and no baseline contains it. No division by the standard deviation: it would bias the gradient."""
+    advantage is 0, and no baseline contains it. Division by the standard deviation would bias the gradient."""
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (B, 1)
     sum_of_others = rewards.nansum(dim=1, keepdim=True) - rewards
     advantages = rewards - sum_of_others / (counts - 1)  # of (1)
     return torch.where(counts > 1, advantages, 0.0).nan_to_num(0.0)
 
 
-def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
-    """The loss per sample, (B, k). Where old_logp = logp its gradient is −advantage · ∇ log π(y|x), as in (1)."""
-    log_ratio = (logp - old_logp).clamp(max=88)  # of whole sequences; e^89 is inf, and inf · 0 is NaN
+def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float):
+    """The loss of each sample, (B, k), or of each token, (B, k, T), and whether its ratio is clipped. Where
+    old_logp = logp the gradient is −advantage · ∇ log π(y|x), as in (1)."""
+    log_ratio = (logp - old_logp).clamp(max=88)  # e^89 is inf, and inf · 0 is NaN
     ratio = torch.exp(log_ratio)
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    return -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    losses = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    return losses, clipped_ratio * advantages < ratio * advantages
 
 
 # ---- A batch ---------------------------------------------------------
@@ -154,8 +162,8 @@ class Row(NamedTuple):
 
 class Sample(NamedTuple):
     tokens: tuple[int, ...]  # with its stop token
-    logp: float  # log π(y|x) of the sampler
-    entropy: float  # of the sampler, in nats, summed over tokens
+    logps: tuple[float, ...]  # log π of each, of the sampler
+    entropy: float  # summed over tokens
 
 
 class Samples(NamedTuple):
@@ -164,8 +172,8 @@ class Samples(NamedTuple):
     texts: list[list[str]]  # k per prompt
     mask: torch.Tensor  # (B, k, T) bool: whether the sample has a token t
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
-    logp: torch.Tensor  # (B, k): log π(y|x) of the sampler
-    entropy: torch.Tensor  # (B, k): of the sampler, in nats, summed over tokens
+    logps: torch.Tensor  # (B, k, T): of the sampler, 0 after the end
+    entropy: torch.Tensor  # (B, k)
 
 
 def token_logprobs(model, groups: list, T: int, args: Args) -> torch.Tensor:
@@ -175,11 +183,11 @@ def token_logprobs(model, groups: list, T: int, args: Args) -> torch.Tensor:
 
 
 @torch.no_grad()
-def score_reference(reference, samples: Samples, device: str, args: Args) -> torch.Tensor | None:
-    """log π_ref of each token, (B, k, T): in the micro-batches of run_batch, so that it equals log π before step 1."""
-    if reference is None:
-        return None
+def score_reference(reference, samples: Samples, device: str, args: Args) -> torch.Tensor:
+    """log π_ref of each token, (B, k, T), in the micro-batches of run_batch; 0 without a reference."""
     ref_logps = torch.zeros(samples.mask.shape, device=device)
+    if reference is None:
+        return ref_logps
     with reference as model:
         for indices, counts in micro_batches(model, samples.groups, args.tokens_per_forward, *processes()):
             micro = [samples.groups[i] for i in indices]
@@ -187,10 +195,12 @@ def score_reference(reference, samples: Samples, device: str, args: Args) -> tor
     return all_reduce(ref_logps)
 
 
-def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor | None,
+def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor,
               old_logps: torch.Tensor | None, args: Args) -> tuple[torch.Tensor, dict]:
-    """Adds the gradient of the mean loss, in micro-batches that the processes share. rewards (B, k), log-probs
-    (B, k, T). old_logps None: the policy is still the one that sampled. Returns log π without gradient, and metrics."""
+    """Adds the gradient of the mean loss, in micro-batches that the processes divide. rewards (B, k), log-probs
+    (B, k, T). old_logps None: the policy is still the one that sampled, and the forward with the gradient gives them.
+    So advantages, which contain the KL penalty, are computed here. Returns log π and metrics."""
+    divisor = rewards.numel()  # the loss is a mean over samples
     all_logps = torch.zeros(samples.mask.shape, device=rewards.device)
     loss_sum = torch.zeros((), device=rewards.device)
     clip_sum = torch.zeros((), device=rewards.device)
@@ -198,32 +208,28 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
         micro = [samples.groups[i] for i in indices]
         logps = token_logprobs(policy, micro, all_logps.shape[2], args)  # (b, k, T)
         old = logps.detach() if old_logps is None else old_logps[indices]
-        reward = rewards[indices]  # (b, k)
-        if ref_logps is not None:
-            reward = reward - args.beta * (old - ref_logps[indices]).sum(dim=2)  # R of (2)
-        advantages = leave_one_out(reward)  # of (1)
-        logp, old_logp = logps.sum(dim=2), old.sum(dim=2)  # (b, k)
-        loss = policy_loss(logp, old_logp, advantages, args.clip_eps).sum() / rewards.numel() * counts
+        advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
+        losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)  # (b, k)
+        loss = losses.sum() / divisor * counts
         loss.backward()
 
         all_logps[indices] += logps.detach() * counts
         loss_sum += loss.detach()
-        ratio = (logp - old_logp).detach().exp()
-        is_clipped = (ratio - 1) * advantages.sign() > args.clip_eps
         clip_sum += is_clipped.sum() * counts
-    values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / rewards.numel()}
+    values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / divisor}
     return all_reduce(all_logps), values
 
 
 def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
     """Of samples and their rewards (B, k), before clipping and KL."""
-    known = rewards[~rewards.isnan()]
+    is_known = ~rewards.isnan()
+    known = rewards[is_known]
     highest = rewards.nan_to_num(-math.inf).amax(dim=1)
     lowest = rewards.nan_to_num(math.inf).amin(dim=1)
     return {
         "reward": known.mean().item(),
-        "reward_std": known.std(correction=0).item(),
-        "frac_reward_zero_std": (highest <= lowest).float().mean().item(),
+        "reward_std": known.std(correction=min(1, len(known) - 1)).item(),
+        "frac_reward_zero_std": ((highest <= lowest) & (is_known.sum(dim=1) > 1)).float().mean().item(),
         "completions/mean_length": samples.mask.sum(dim=2).float().mean().item(),
         "completions/clipped_ratio": 1 - samples.ended.float().mean().item(),
         "entropy": (samples.entropy.sum() / samples.mask.sum()).item(),
@@ -232,7 +238,7 @@ def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, step: int, out: Path, args: Args) -> dict:
-    """Metrics of one sample per held-out prompt, always with the same random numbers."""
+    """Metrics of one sample per held-out prompt."""
     if not rows:
         return {}
     samples = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
@@ -241,9 +247,8 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
     values = metrics(samples, rewards) | reward_means
     del values["frac_reward_zero_std"]  # of one sample
     ref_logps = score_reference(reference, samples, policy.device, args)
-    if ref_logps is not None:
-        ratios = samples.logp - ref_logps.sum(dim=2).cpu()  # (B, 1)
-        values["kl"] = (ratios.sum() / samples.mask.sum()).item()
+    if reference:
+        values["kl"] = ((samples.logps - ref_logps.cpu()).sum() / samples.mask.sum()).item()
     return {f"eval_{name}": value for name, value in values.items()}
 
 
@@ -319,7 +324,10 @@ def main(args: Args) -> list[dict]:
             optimizer.step()
             optimizer.zero_grad()
 
-        if ref_logps is not None:
+        difference = (old_logps.cpu() - samples.logps).abs()
+        values["sampling/sampling_logp_difference/mean"] = (difference.sum() / samples.mask.sum()).item()
+        values["sampling/sampling_logp_difference/max"] = difference.max().item()
+        if reference:
             lengths = samples.mask.sum(dim=2).to(device)  # (B, k)
             ratios = (old_logps - ref_logps).sum(dim=2)  # (B, k)
             values["kl"] = (ratios.sum() / lengths.sum()).item()
@@ -340,7 +348,7 @@ def main(args: Args) -> list[dict]:
         progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} × {args.k} samples; the model is in {out / 'model'}, answers are in {out / LOGS[1]}")
+    print(f"{steps} steps of {batch_size} × {args.k} samples; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
     return report(out)
 
@@ -349,10 +357,11 @@ def main(args: Args) -> list[dict]:
 
 @torch.no_grad()
 def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Samples:
-    """y_1 .. y_k ~ π(·|x) of (1) for each prompt. Token t of sample i of prompt b is drawn with the uniform number
-    u[b, i, t], a function of (seed, step): batching changes no sample."""
+    """y_1 .. y_k ~ π(·|x) of (1). Token t of sample i of prompt b is drawn with the uniform number u[b, i, t], which
+    depends on seed and step: batching changes no sample."""
     u = torch.from_numpy(generator(args.seed, "rollout", step).random((len(prompts), k, args.max_new_tokens)))
-    stops = stop_tokens(unwrap_model(policy), tokenizer)
+    core = unwrap_model(policy)
+    stops = stop_tokens(core, tokenizer)
 
     def batches(budget):
         if not has_shared_prompts(policy):
@@ -361,28 +370,32 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
 
     drawn = {}  # index of a prompt -> k samples
     with unsharded(policy):
-        for batch in progress_bar(divide_batches(batches, args.rollout_tokens, *processes()), desc="sample", unit="batch"):
+        parts = divide_batches(batches, args.rollout_tokens, *processes())
+        for batch in progress_bar(parts, desc="sample", unit="batch"):
             if batch:
                 batch_prompts = [prompts[i] for i in batch]
-                drawn |= zip(batch, decode(unwrap_model(policy), batch_prompts, u[batch].to(policy.device), stops, args))
+                drawn |= zip(batch, decode(core, batch_prompts, u[batch].to(policy.device), stops, args))
     drawn = {i: samples for part in all_gather(drawn) for i, samples in part.items()}
     drawn = [drawn[i] for i in range(len(prompts))]
 
     completions = [[sample.tokens for sample in samples] for samples in drawn]
     lengths = torch.tensor([[len(y) for y in ys] for ys in completions])
+    mask = torch.arange(lengths.max()) < lengths[..., None]
+    logps = torch.zeros(mask.shape)
+    logps[mask] = torch.tensor([logp for samples in drawn for sample in samples for logp in sample.logps])
     return Samples(
         groups=list(zip(prompts, completions)),
         texts=[tokenizer.batch_decode(ys, skip_special_tokens=True) for ys in completions],
-        mask=torch.arange(lengths.max()) < lengths[..., None],
+        mask=mask,
         ended=torch.tensor([[y[-1] in stops for y in ys] for ys in completions]),
-        logp=torch.tensor([[sample.logp for sample in samples] for samples in drawn]),
+        logps=logps,
         entropy=torch.tensor([[sample.entropy for sample in samples] for samples in drawn]),
     )
 
 
 class GrowingLayer(DynamicLayer):
     """A key-value cache with room for 64 more tokens: torch.cat would copy all of it for each token."""
-    room = None  # keys and values with free places
+    room = None
 
     def update(self, key, value, *args, **kwargs):
         n = self.get_seq_length()
@@ -434,7 +447,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
         tokens[rows, t] = token
         lengths[rows] = torch.where(torch.isin(token, stops), lengths[rows].clamp(max=t + 1), lengths[rows])
         alive = lengths[rows] > t + 1
-        unfinished = alive.sum().item()  # the loop waits for the GPU here
+        unfinished = alive.sum().item()  # waits for the GPU
         if not unfinished:
             break
         if share and unfinished <= 0.75 * len(rows):  # removed together: each removal copies the cache
@@ -448,47 +461,46 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
             inputs["attention_mask"] = mask
         logits = core(**inputs, **cache, use_cache=True).logits[:, -1]
 
-    is_late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): tokens after the end
-    logps = logps.masked_fill(is_late, 0.0).sum(1).tolist()
+    is_late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): after the end
     entropies = entropies.masked_fill(is_late, 0.0).sum(1).tolist()
-    completions = [tuple(y[:length]) for y, length in zip(tokens.tolist(), lengths.tolist())]
-    samples = list(map(Sample, completions, logps, entropies))
+    columns = zip(lengths.tolist(), tokens.tolist(), logps.tolist(), entropies)
+    samples = [Sample(tuple(y[:length]), tuple(logp[:length]), entropy) for length, y, logp, entropy in columns]
     return [samples[i:i + k] for i in range(0, B * k, k)]
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
-    """(n, V) logits, (n,) uniform numbers -> (n,) tokens; their log-probs before top_k and top_p; entropies after."""
+    """(n, V) logits, (n,) uniform numbers -> (n,) tokens, their log-probs, and entropies: before top_k and top_p."""
     logps = torch.log_softmax(logits.float() / temperature, dim=-1)
     kept = logps
     if top_k:
         kept = TopKLogitsWarper(top_k)(None, kept)
     if top_p < 1:
         kept = TopPLogitsWarper(top_p)(None, kept)
-    probs = kept.exp() if kept is logps else kept.softmax(-1)
+    full_probs = logps.exp()
+    entropy = -(full_probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
+    probs = full_probs if kept is logps else kept.softmax(-1)
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
     token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)
-    entropy = -torch.special.xlogy(probs, probs).sum(-1)
     return token[:, 0], logps.gather(-1, token)[:, 0], entropy
 
 
 def check_sampler(policy, tokenizer, args: Args):
-    """Refuses a model whose log-probs change with a key-value cache."""
+    """Log-probs with a key-value cache must be those without."""
     args = replace(args, max_new_tokens=8)
     ids = torch.linspace(1, policy.config.get_text_config().vocab_size - 1, 13).long().tolist()
     samples = rollout(policy, tokenizer, [tuple(ids[:8]), tuple(ids[8:])], 2, 0, args)
     with torch.no_grad():
         logp = token_logprobs(policy, samples.groups, samples.mask.shape[2], args).sum(dim=2).cpu()
-    difference = ((samples.logp - logp).abs() / samples.mask.sum(dim=2)).max()  # nats per token
+    difference = ((samples.logps.sum(dim=2) - logp).abs() / samples.mask.sum(dim=2)).max()  # nats per token
     if not difference < (5e-2 if args.dtype == "bfloat16" else 1e-3):
-        raise BadInput(f"{args.model} cannot be sampled from: its key-value cache changes log-probs by "
-                       f"{difference:.2g} nats per token")
+        raise BadInput(f"{args.model}: a key-value cache changes log-probs by {difference:.2g} nats per token")
 
 
 # ---- Rewards ---------------------------------------------------------
 
 def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -> tuple[torch.Tensor, dict]:
-    """The weighted sum of the rewards, (B, k), NaN without any; and the mean of each."""
+    """The weighted sum of the rewards, (B, k), or NaN; and the mean of each."""
     rank, ranks = processes()
     own = slice(len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks)  # of this process
     k = samples.mask.shape[1]
@@ -501,8 +513,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     inputs["ended"] = samples.ended[own].flatten().tolist()
     if not isinstance(rows[0].columns["prompt"], str):
         inputs["completions"] = [[{"role": "assistant", "content": text}] for text in inputs["completions"]]
-    total = torch.zeros(len(rows) * k)
-    has_reward = torch.zeros(len(rows) * k, dtype=torch.bool)
+    all_values = []
     means = {}
     for name, function, weight in functions:
         values = function(**deepcopy(inputs)) if repeated else []  # a function may change its arguments
@@ -510,12 +521,15 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
             raise BadInput(f"{name} gave {values} for {len(repeated)} completions: is a return missing?")
         values = [math.nan if value is None else float(value) for value in values]
         values = torch.tensor([value for part in all_gather(values) for value in part])  # (B · k,)
+        if values.isinf().any():
+            raise BadInput(f"{name} gave an infinite reward: None would leave a completion out")
         means[f"rewards/{name}"] = values.nanmean().item()
-        total += weight * values.nan_to_num(0.0)
-        has_reward |= ~values.isnan()
+        all_values.append(weight * values)
+    all_values = torch.stack(all_values)
+    has_reward = ~all_values.isnan().all(dim=0)
     if not has_reward.any():
-        raise BadInput("no completion of a step has a reward: is a return missing?")
-    return torch.where(has_reward, total, math.nan).view(-1, k), means
+        raise BadInput("no completion of a step has a reward")
+    return torch.where(has_reward, all_values.nansum(dim=0), math.nan).view(-1, k), means
 
 
 def log_samples(out: Path, step: int, held_out: bool, samples: Samples, rows: list[Row], rewards: torch.Tensor):
@@ -523,25 +537,21 @@ def log_samples(out: Path, step: int, held_out: bool, samples: Samples, rows: li
     lines = []
     for row, texts, row_rewards in zip(rows, samples.texts, rewards.tolist()):
         for text, reward in zip(texts, row_rewards):
-            reward = None if math.isnan(reward) else reward
-            prompt = row.columns["prompt"]
-            lines.append(dict(step=step, held_out=held_out, prompt=prompt, completion=text, reward=reward))
+            line = dict(step=step, held_out=held_out, prompt=row.columns["prompt"], completion=text)
+            lines.append(line | {"reward": None if math.isnan(reward) else reward})
     append(out / "samples.jsonl", lines)
 
 
 def load_rewards(device: str, args: Args) -> list[tuple]:
-    """[(name, function, weight), ..] of --reward and --reward_model."""
+    """[(name, function, weight), ..]"""
     names = [spec.rpartition(":")[2] for spec in args.reward]
     functions = [load_function(spec) for spec in args.reward]
     if args.reward_model:
         names.append(Path(args.reward_model).name)
         functions.append(RewardModel(args.reward_model, device, args))
-    if len(set(names)) < len(names):
-        raise BadInput(f"two rewards have one name ({', '.join(names)}): rename a function")
-    weights = args.reward_weights or [1.0] * len(names)
-    if not names or len(weights) != len(names):
-        raise BadInput("give --reward or --reward_model, and --reward_weights for all or none")
-    return list(zip(names, functions, weights))
+    if not names:
+        raise BadInput("give --reward or --reward_model")
+    return list(zip(names, functions, args.reward_weights or [1.0] * len(names), strict=True))
 
 
 class RewardModel:
@@ -553,7 +563,7 @@ class RewardModel:
         self.tokenizer = load_tokenizer(name)
         self.model = load_checkpoint(AutoModelForSequenceClassification, name)
         if self.model.config.num_labels != 1:
-            raise BadInput(f"{name} is no reward model: it has {self.model.config.num_labels} outputs")
+            raise BadInput(f"{name} has {self.model.config.num_labels} outputs instead of 1")
 
     @torch.no_grad()
     def __call__(self, prompts, completions, ended, **columns) -> list[float]:
@@ -677,7 +687,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
         if 2 * len(lengths) >= len(rows):
-            notes.append(f"--max_length {np.quantile(lengths, 0.95, method='higher')} keeps 95 %, if the model allows it")
+            enough = np.quantile(lengths, 0.95, method="higher")
+            notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
     return encoded
 
@@ -781,7 +792,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
-        raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
+        raise BadInput(f"{ref_name} has another tokenizer than {name}")
     return tokenizer
 
 
@@ -793,8 +804,8 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference, whose weights have the dtype of forwards. In eval mode: dropout
-    would be noise in every log-ratio."""
+    """The policy if it `trains`, else a frozen reference in the dtype of forwards. In eval mode: dropout would be noise
+    in every log-ratio."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
@@ -816,7 +827,6 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
 
 def load_checkpoint(kind, name: str, dtype: str = "auto"):
-    """A model with all its weights. dtype "auto": as stored."""
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
     model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
@@ -853,8 +863,7 @@ def load_reference(policy, device: str, args):
 
 @lru_cache
 def load_function(spec: str) -> Callable:
-    """FILE.py:FUNCTION -> the function."""
-    file, _, name = spec.rpartition(":")
+    file, _, name = spec.rpartition(":")  # FILE.py:FUNCTION
     sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
     return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 

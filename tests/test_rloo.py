@@ -35,6 +35,9 @@ def silent(completions, **columns):
 def short(**columns):
     return [1.0]
 
+def infinite(completions, **columns):
+    return [1.0, float("-inf")] + [0.0] * (len(completions) - 2)
+
 def raises(completions, **columns):
     return [1 / 0 for _ in completions]
 
@@ -114,10 +117,11 @@ def test_policy_loss_and_its_gradient_by_hand_also_of_a_ratio_beyond_the_largest
     ratios = tensor([1.0, 1.0, 1.0, 1.5, 1.5, 0.5, 0.5, 1.1, math.exp(100), math.exp(100)], dtype=torch.float64)
     advantages = tensor([1.5, -2.0, 0.0, 2.0, -2.0, 2.0, -2.0, 2.0, 1.0, 0.0])
     logps = ratios.log().float().requires_grad_()
-    losses = policy_loss(logps, torch.zeros(10), advantages, 0.2)
+    losses, is_clipped = policy_loss(logps, torch.zeros(10), advantages, 0.2)
     assert losses.tolist() == pytest.approx([-1.5, 2, 0, -2.4, 3, -1, 1.6, -2.2, -1.2, 0], abs=1e-4)
     losses.sum().backward()
     assert logps.grad.tolist() == pytest.approx([-1.5, 2, 0, 0, 3, -1, 0, -2.2, 0, 0], abs=1e-4)
+    assert is_clipped.nonzero().flatten().tolist() == [3, 6, 8]  # where no gradient passes, but for advantage 0
 
 
 # ---- Rewards ---------------------------------------------------------
@@ -173,8 +177,9 @@ def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_no_row():
     assert seen["completions"][1] == [{"role": "assistant", "content": " tea"}]
 
 
-@pytest.mark.parametrize("name, words", [("silent", "return"), ("forgets", "return"), ("short", "short.* 3 ")])
-def test_a_reward_that_returns_too_little_is_refused(flags, rewards, name, words):
+@pytest.mark.parametrize("name, words", [("silent", "return"), ("forgets", "return"), ("short", "short.* 3 "),
+                                         ("infinite", "infinite gave an infinite reward")])
+def test_a_reward_that_returns_too_little_or_infinity_is_refused(flags, rewards, name, words):
     with pytest.raises(BadInput, match=words):
         main(arguments("rloo", **flags | dict(reward=(rewards(name),))))
 
@@ -360,12 +365,34 @@ def test_metrics_by_hand_and_what_the_files_hold(rolled):
         assert [(line["prompt"], line["completion"]) for line in lines] == list(zip(prompts, texts))
         assert [line["reward"] for line in lines] == pytest.approx(scores)
         expected = {
-            "reward": np.mean(scores), "reward_std": np.std(scores), "rewards/vowels": np.mean(scores),
+            "reward": np.mean(scores), "reward_std": np.std(scores, ddof=1), "rewards/vowels": np.mean(scores),
             "completions/mean_length": np.mean(lengths),
             "completions/clipped_ratio": 1 - drawn.ended.float().mean().item(),
             "entropy": drawn.entropy.sum().item() / sum(lengths),
             "frac_reward_zero_std": np.mean([len(set(scores[b * 4:b * 4 + 4])) == 1 for b in range(4)])}
         assert {name: one.history[step][name] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_standard_deviations_need_two_scored_samples():
+    samples = SimpleNamespace(mask=torch.ones(4, 2, 3), ended=torch.ones(4, 2), entropy=torch.ones(4, 2))
+    values = rloo.metrics(samples, tensor([[1.0, NAN], [2.0, 2.0], [NAN, NAN], [1.0, 3.0]]))
+    assert values["frac_reward_zero_std"] == 0.25
+    assert values["reward_std"] == pytest.approx(np.std([1, 2, 2, 1, 3], ddof=1))
+    assert rloo.metrics(samples, tensor([[2.0]]))["reward_std"] == 0
+
+
+def test_metrics_show_how_far_the_sampler_is_from_training(flags, monkeypatch):
+    def another_sampler(*inputs):
+        samples = rollout(*inputs)
+        samples.logps[0, 0, 0] += 0.5
+        return samples
+
+    monkeypatch.setattr(rloo, "check_sampler", lambda *inputs: None)
+    monkeypatch.setattr(rloo, "rollout", another_sampler)
+    values = main(arguments("rloo", **flags | dict(steps=1, updates_per_rollout=2)))[1]
+    n_tokens = values["completions/mean_length"] * 16
+    assert values["sampling/sampling_logp_difference/max"] == pytest.approx(0.5, abs=1e-4)
+    assert values["sampling/sampling_logp_difference/mean"] == pytest.approx(0.5 / n_tokens, abs=1e-5)
 
 
 def test_steps_0_only_evaluates_and_saves_no_model(rolled):
