@@ -17,8 +17,9 @@ from transformers import (
 
 import rloo
 from refcache import BadInput
-from rloo import (Args, RewardModel, Row, Samples, batch_rows, compute_rewards, leave_one_out, learning_rate,
-                  load_function, main, policy_loss, rollout)
+from rloo import (
+    Args, RewardModel, Row, Samples, batch_rows, compute_rewards, leave_one_out, learning_rate, main, policy_loss,
+    rollout)
 
 MODEL = str(ROOT / "demo/model")
 NAN = math.nan
@@ -32,17 +33,9 @@ def constant(completions, **columns):
 def silent(completions, **columns):
     return [None] * len(completions)
 
-def short(**columns):
-    return [1.0]
-
 def infinite(completions, **columns):
     return [1.0, float("-inf")] + [0.0] * (len(completions) - 2)
 
-def raises(completions, **columns):
-    return [1 / 0 for _ in completions]
-
-def forgets(completions, **columns):
-    [1.0 for _ in completions]
 """
 
 
@@ -177,10 +170,9 @@ def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_no_row():
     assert seen["completions"][1] == [{"role": "assistant", "content": " tea"}]
 
 
-@pytest.mark.parametrize("name, words", [("silent", "return"), ("forgets", "return"), ("short", "short.* 3 "),
-                                         ("infinite", "infinite gave an infinite reward")])
-def test_a_reward_that_returns_too_little_or_infinity_is_refused(flags, rewards, name, words):
-    with pytest.raises(BadInput, match=words):
+@pytest.mark.parametrize("name", ["silent", "infinite"])
+def test_rewards_that_are_all_none_or_not_finite_are_refused(flags, rewards, name):
+    with pytest.raises(BadInput, match="reward"):
         main(arguments("rloo", **flags | dict(reward=(rewards(name),))))
 
 
@@ -192,19 +184,9 @@ def test_constant_rewards_give_a_gradient_of_exactly_0_and_adam_changes_nothing(
     assert largest_difference(still.weights, load_file(f"{MODEL}/model.safetensors")) == 0
 
 
-def test_two_files_of_rewards_may_have_one_name(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name / "same.py", [f"def f(): return '{name}'"])
-        assert load_function(f"{tmp_path}/{name}/same.py:f")() == name
-
-
 @pytest.mark.parametrize("changes, words", [
-    (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 2.0)), "--reward_weights"),
-    (dict(reward=("vowels", "vowels")), "one name.*vowels"), (dict(max_new_tokens=256), "--max_new_tokens")])
-def test_misuse_is_refused(flags, rewards, changes, words):
-    if changes.get("reward"):
-        changes = dict(reward=tuple(map(rewards, changes["reward"])))
+    (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "--max_new_tokens")])
+def test_misuse_is_refused(flags, changes, words):
     with pytest.raises(BadInput, match=words):
         main(arguments("rloo", **flags | changes))
 
@@ -238,13 +220,6 @@ def test_a_reward_model_gives_the_scores_of_one_forward_per_text(tmp_path, pad):
     truth = [model(row).logits.item() for row in ids]
     for budget in (1, 120, 10**6):
         assert reward_model(path, budget)(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
-
-
-def test_a_reward_model_adds_to_the_functions_with_its_weight(rolled, tmp_path):
-    path = classifier(tmp_path / "judge")
-    for values in rolled(reward_model=path, reward_weights=(1.0, 0.5), steps=1).history[1:]:
-        expected = values["rewards/vowels"] + 0.5 * values["rewards/judge"]
-        assert values["reward"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("string", [True, False])
@@ -400,14 +375,6 @@ def test_steps_0_only_evaluates_and_saves_no_model(rolled):
     assert [values["step"] for values in none.history] == [0]
     assert none.history[0].keys() >= {"eval_reward", "eval_kl"}
     assert not (none.out / "model").exists()
-
-
-def test_a_prompt_without_room_for_its_sample_is_dropped_and_counted(rolled, tmp_path, capsys):
-    prompts = ["soup", "tea", "soup " * 190, "soup " * 230]
-    file = write(tmp_path / "long.jsonl", [dict(prompt=chat(prompt)) for prompt in prompts])
-    groups = rolled(data=file, max_length=999, max_new_tokens=40, steps=1, temperature=9.0).steps[0].groups
-    assert "3 of 4 rows" in capsys.readouterr().out
-    assert 180 < max(len(prompt) for prompt, _ in groups) <= 216
 
 
 def model_that_generates(name, **settings):
