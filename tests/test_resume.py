@@ -174,12 +174,6 @@ def test_resume_after_kills_at_random_events_is_bitwise_equal(name, tmp_path):
     assert_same_as_whole(name, tmp_path)
 
 
-def test_resume_after_a_kill_in_every_step_is_bitwise_equal(tmp_path):
-    for _ in range(STEPS - 1):
-        kill("dpo-sync", tmp_path, "learning_rate 2")  # each process makes one step
-    assert_same_as_whole("dpo-sync", tmp_path)
-
-
 @pytest.mark.parametrize("die_at", ["fsync 2", "replace run.json", "rmtree resume-1", "replace model"])
 def test_resume_after_a_kill_while_a_checkpoint_or_the_model_is_written_is_bitwise_equal(die_at, tmp_path):
     kill("dpo-swap", tmp_path, die_at)
@@ -250,6 +244,7 @@ def test_shards_of_a_killed_save_do_not_reach_a_later_save_with_fewer_processes(
 
 def test_a_weight_that_never_has_a_gradient_resumes(tmp_path, monkeypatch):
     """Such as the vision tower of a model that is trained on text: AdamW has no state for it."""
+    expected = load_file(whole("dpo-sync") / "model/model.safetensors")
     original = dpo.load_model
 
     def load_model(*inputs, **more):
@@ -262,7 +257,7 @@ def test_a_weight_that_never_has_a_gradient_resumes(tmp_path, monkeypatch):
     start("dpo-sync", tmp_path)
     weights = load_file(tmp_path / "model/model.safetensors")
     assert weights.pop("unused").tolist() == [1, 1, 1]
-    assert equal(weights, load_file(whole("dpo-sync") / "model/model.safetensors"))
+    assert equal(weights, expected)
 
 
 def test_a_run_that_resumes_inside_a_window_scores_the_whole_window_together(tmp_path, monkeypatch):
@@ -313,9 +308,7 @@ def test_every_other_flag_is_part_of_a_run(script):
 
 
 @pytest.mark.parametrize("name, changes", [
-    ("dpo", dict(lr=0.1)), ("dpo", dict(loss=("ipo",))), ("dpo", dict(seed=5)), ("dpo", dict(steps=9)),
-    ("kto", dict(beta=0.2)), ("rloo", dict(k=2)), ("rloo", dict(temperature=0.5))],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value)
+    ("dpo", dict(lr=0.1)), ("dpo", dict(loss=("ipo",))), ("kto", dict(beta=0.2)), ("rloo", dict(k=2))], ids=str)
 def test_the_out_of_another_run_is_refused_and_untouched(name, changes, tmp_path):
     out = copy_of(name, tmp_path)
     before = {path: path.read_bytes() for path in out.glob("*.jsonl")}

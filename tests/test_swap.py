@@ -5,7 +5,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from models import GROUPS, equal, flat, make, slow
+from models import GROUPS, equal, make
 from torch import tensor
 from torch.distributed.tensor import DTensor
 
@@ -125,13 +125,6 @@ def test_reference_that_is_built_differently_is_refused(other, changes):
             Swap(*models)
 
 
-def test_reference_with_another_weight_shape_is_refused():
-    reference = make("llama")
-    reference.lm_head = torch.nn.Linear(32, 1, bias=False)  # its config says the same
-    with pytest.raises(BadInput, match="lm_head.weight"):
-        Swap(make("llama"), reference)
-
-
 def test_differences_that_change_no_log_prob_are_accepted():
     changes = dict(attention_dropout=0.1, bos_token_id=5, initializer_range=0.5, use_cache=False)
     reference = make("llama", 2, **changes)
@@ -191,16 +184,6 @@ def test_state_of_another_shape_is_refused():
 
 
 # --- reference_logprobs
-
-
-@pytest.mark.parametrize("swaps", [False, True])
-def test_reference_logprobs_are_those_of_the_reference(swaps):
-    reference = make("llama", 2)
-    truth = flat(slow(reference, GROUPS, temperature=0.7)).detach()
-    held = Swap(make("llama", 1), reference) if swaps else nullcontext(reference)
-    known = reference_logprobs(held, GROUPS, temperature=0.7)
-    known = flat([[torch.tensor(known[x, y]) for y in ys] for x, ys in GROUPS])
-    assert (known - truth).abs().max() < 1e-5
 
 
 def test_reference_logprobs_of_a_cache_or_of_none_are_itself():
