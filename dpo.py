@@ -67,7 +67,8 @@ DEMO = dict(
 LOGS = ("metrics.jsonl", "samples.jsonl")
 NO_REFERENCE = {"simpo", "sft"}
 Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-               "apo_zero", "apo_down", "discopop", "simpo", "sft"]
+               "apo_zero", "apo_down", "discopop",
+               "simpo", "sft"]
 
 
 @dataclass

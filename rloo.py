@@ -6,7 +6,7 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     (2)   R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
 
     python rloo.py  # the demo: offline
-    python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
+    python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful
 
 A prompt is encoded once for its k samples. A killed run resumes if its command is repeated.
 
@@ -58,7 +58,7 @@ from transformers.utils import find_adapter_config_file
 from refcache import (
     BadInput, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
     context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts,
-    micro_batches, pack, process_group, processes, progress_bar, shard, unsharded, unwrap_model, write_whole)
+    micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -83,7 +83,7 @@ class Args:
     out: str = "out/rloo"  # folder of the run
 
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed
-    reward_model: str | None = None  # sequence classifier with one output: folder or hub name
+    reward_model: str | None = None  # classifier with one output: folder or hub name
     reward_weights: tuple[float, ...] = ()  # of the functions, then the model; empty: 1 each
     reward_clip: tuple[float, float] | None = None  # range of the total reward, before KL
 
@@ -96,10 +96,10 @@ class Args:
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
     lora_target: str = "all-linear"  # or layer names, as a regular expression
 
-    k: int = 4  # samples per prompt; TRL's num_generations
+    k: int = 4  # samples per prompt
     beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
     updates_per_rollout: int = 1  # optimizer steps per rollout
-    clip_eps: float = 0.2  # the ratio is clipped to [1 − clip_eps, 1 + clip_eps]
+    clip_eps: float = 0.2  # the ratio is clipped to 1 ± clip_eps
     mask_truncated: bool = False  # leave out samples without EOS, also from the baseline
     temperature: float = 1.0  # of sampling, and of all log-probs
     top_p: float = 1.0  # of sampling; log-probs are of the full distribution
@@ -161,14 +161,13 @@ class Row(NamedTuple):
 
 
 class Sample(NamedTuple):
-    tokens: tuple[int, ...]  # with its stop token
-    logps: tuple[float, ...]  # log π of each, of the sampler
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]  # of the sampler
     entropy: float  # summed over tokens
 
 
 class Samples(NamedTuple):
-    """k samples for each of B prompts."""
-    groups: list  # [(prompt, [y_1 .. y_k]), ..]: token ids, a sample with its stop token
+    groups: list  # [(prompt, [y_1 .. y_k]), ..] for B prompts: token ids, with stop tokens
     texts: list[list[str]]  # k per prompt
     mask: torch.Tensor  # (B, k, T) bool: whether the sample has a token t
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
@@ -191,21 +190,23 @@ def score_reference(reference, samples: Samples, device: str, args: Args) -> tor
     with reference as model:
         for indices, counts in micro_batches(model, samples.groups, args.tokens_per_forward, *processes()):
             micro = [samples.groups[i] for i in indices]
+            indices = to_device(torch.tensor(indices), device)
             ref_logps[indices] += token_logprobs(model, micro, ref_logps.shape[2], args) * counts
     return all_reduce(ref_logps)
 
 
 def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor,
               old_logps: torch.Tensor | None, args: Args) -> tuple[torch.Tensor, dict]:
-    """Adds the gradient of the mean loss, in micro-batches that the processes divide. rewards (B, k), log-probs
-    (B, k, T). old_logps None: the policy is still the one that sampled, and the forward with the gradient gives them.
-    So advantages, which contain the KL penalty, are computed here. Returns log π and metrics."""
+    """Adds the gradient of the mean loss. rewards (B, k), log-probs (B, k, T). old_logps None: the policy is still the one
+    that sampled, and the forward with the gradient gives them; so advantages, which contain the KL penalty, are
+    computed here. Returns log π and metrics."""
     divisor = rewards.numel()  # the loss is a mean over samples
     all_logps = torch.zeros(samples.mask.shape, device=rewards.device)
     loss_sum = torch.zeros((), device=rewards.device)
     clip_sum = torch.zeros((), device=rewards.device)
     for indices, counts in micro_batches(policy, samples.groups, args.tokens_per_forward, *processes()):
         micro = [samples.groups[i] for i in indices]
+        indices = to_device(torch.tensor(indices), rewards.device)  # a list as an index would wait for the GPU
         logps = token_logprobs(policy, micro, all_logps.shape[2], args)  # (b, k, T)
         old = logps.detach() if old_logps is None else old_logps[indices]
         advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
@@ -221,7 +222,7 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
 
 
 def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
-    """Of samples and their rewards (B, k), before clipping and KL."""
+    """Of samples and their rewards, (B, k)."""
     is_known = ~rewards.isnan()
     known = rewards[is_known]
     highest = rewards.nan_to_num(-math.inf).amax(dim=1)
@@ -238,7 +239,6 @@ def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, step: int, out: Path, args: Args) -> dict:
-    """Metrics of one sample per held-out prompt."""
     if not rows:
         return {}
     samples = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
@@ -350,7 +350,10 @@ def main(args: Args) -> list[dict]:
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} × {args.k} samples; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
-    return report(out)
+    history = report(out)
+    if all(values["frac_reward_zero_std"] == 1 for values in history[1:]):
+        print("A prompt's samples always had equal rewards: nothing was learned.")
+    return history
 
 
 # ---- Sampling --------------------------------------------------------
@@ -414,15 +417,14 @@ class GrowingLayer(DynamicLayer):
 
 
 def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> list[list[Sample]]:
-    """u (B, k, T) -> k samples for each prompt."""
-    B, k, T = u.shape
+    B, k, T = u.shape  # k samples for each prompt
     device = core.device
     stops = torch.tensor(stops, dtype=torch.long, device=device)
     share = has_shared_prompts(core)
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(device)  # (B, longest)
     mask = (ids >= 0).long()
     ids = ids.clamp(min=0)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding is not counted
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     if share:  # encode every prompt once, then copy its keys and values to k rows
         cache = DynamicCache(config=core.config)
         cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
@@ -450,7 +452,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
         unfinished = alive.sum().item()  # waits for the GPU
         if not unfinished:
             break
-        if share and unfinished <= 0.75 * len(rows):  # removed together: each removal copies the cache
+        if share and unfinished <= 0.75 * len(rows):  # together: each removal copies the cache
             stay = alive.nonzero()[:, 0]
             cache["past_key_values"].batch_select_indices(stay)
             rows, mask, positions, token = rows[stay], mask[stay], positions[stay], token[stay]
@@ -533,7 +535,6 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
 
 
 def log_samples(out: Path, step: int, held_out: bool, samples: Samples, rows: list[Row], rewards: torch.Tensor):
-    """Adds to samples.jsonl."""
     lines = []
     for row, texts, row_rewards in zip(rows, samples.texts, rewards.tolist()):
         for text, reward in zip(texts, row_rewards):
@@ -555,7 +556,7 @@ def load_rewards(device: str, args: Args) -> list[tuple]:
 
 
 class RewardModel:
-    """A sequence classifier as a reward function. Between calls it is on the CPU."""
+    """A classifier as a reward function. Between calls it is on the CPU."""
 
     def __init__(self, name: str, device: str, args: Args):
         self.device = device
@@ -578,7 +579,7 @@ class RewardModel:
             texts.append(text.partition("\uffff")[0])
         rows = [torch.tensor(ids) for ids in tokenize(self.tokenizer, texts, add_bos=isinstance(prompts[0], str))]
         if max(map(len, rows)) > context_length(self.model.config):
-            raise BadInput("too long for the reward model: lower --max_length")
+            raise BadInput("too long for the reward model")
         pad = self.model.config.pad_token_id  # the model finds a row's end by it
         budget = 0 if pad is None else self.args.tokens_per_forward  # 0: each row alone
         scores = torch.zeros(len(rows))

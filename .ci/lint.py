@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"dpo.py": 45_000, "kto.py": 46_500, "rloo.py": 55_500, "refcache.py": 43_000, "tests/*.py": 220_000,
          "benchmarks/*.py": 80_000, "changes/*.patch": 45_000}
-MAIN_ENDS = {"dpo.py": 380, "kto.py": 370, "rloo.py": 420}  # lines: the algorithm comes first, the plumbing last
+MAIN_ENDS = {"dpo.py": 370, "kto.py": 370, "rloo.py": 420}  # lines: the algorithm comes first, the plumbing last
 
 
 def unused_imports(tree: ast.Module) -> set[str]:
