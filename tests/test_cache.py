@@ -10,7 +10,6 @@ import tracemalloc
 import weakref
 from contextlib import contextmanager
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ from models import GPT2, GROUPS, P, Q, build, equal, flat, make, slow
 from test_logprobs import forward_sizes
 
 import refcache
-from refcache import BadInput, ReferenceCache, checkpoint_digest, enable_shared_prompts, write_whole
+from refcache import BadInput, ReferenceCache, checkpoint_digest, enable_shared_prompts
 
 HEADER = dict(reference="abc", dtype="float32")
 
@@ -192,24 +191,6 @@ def test_interrupted_pass_keeps_its_results_and_continues_with_the_same_forwards
     assert equal(continued, whole) and equal(loaded(path), whole)
 
 
-def test_long_pass_saves_about_once_a_minute(path, monkeypatch):
-    now, saves = [0], []
-    score = refcache.completion_logprobs
-
-    def forward(*inputs, **options):
-        now[0] += 20
-        return score(*inputs, **options)
-
-    def save(self, path):
-        saves.append(len(self))
-    monkeypatch.setattr(refcache, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(refcache, "completion_logprobs", forward)
-    monkeypatch.setattr(ReferenceCache, "save", save)
-    ReferenceCache().fill(load_model, [((i,), [(5,)]) for i in range(36)], 1, path)
-    assert saves[-1] == 36
-    assert 9 <= len(saves) <= 11
-
-
 # --- files
 
 
@@ -243,16 +224,6 @@ def test_file_of_another_run_is_refused_with_both_values_and_not_overwritten(pat
         with pytest.raises(BadInput, match=f"{name}.*THEIRS.*{name}.*{HEADER[name]}"):
             use(path)
     assert path.read_bytes() == old
-
-
-def test_file_is_written_and_flushed_before_it_gets_its_name(path, monkeypatch):
-    path.write_bytes(b"old")
-    inode = path.stat().st_ino
-    flushed = []
-    monkeypatch.setattr(os, "fsync", lambda handle: flushed.append((path.read_bytes(), os.fstat(handle).st_size)))
-    write_whole(path, [b"ne", b"w"])
-    assert flushed[0] == (b"old", 3)
-    assert path.read_bytes() == b"new" and path.stat().st_ino != inode
 
 
 # --- damaged and hostile files

@@ -9,7 +9,6 @@ from models import GROUPS, MODELS, ON_CUDA, P, SAMPLES, SMALL, build, flat, make
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import refcache
@@ -57,20 +56,6 @@ def test_values_and_gradients_equal_one_forward_per_sequence(name):
     model = make(name)
     assert_exact(model)
     assert has_shared_prompts(model) == MODELS[name][2]
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
-def test_gradient_checkpointing_changes_memory_only(name):
-    truth = values_and_gradients(completion_logprobs, make(name), GROUPS)
-    model = make(name).train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    enable_shared_prompts(model)
-    runs = []
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            next(module.children()).register_forward_hook(lambda *_: runs.append(1))
-    assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth)
-    assert len(runs) == 2 * model.config.num_hidden_layers, "the backward did not run the layers again"
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcaps", "mamba"])
@@ -197,16 +182,6 @@ def test_no_micro_batch_reads_a_number_from_a_tensor(name):
     assert reads.count == 0
 
 
-@pytest.mark.parametrize("mask", [[[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]], [[1]]], ids=["padding", "stride 0"])
-def test_ordinary_batch_is_masked_as_before(mask):
-    model = make("mistral-window-5")
-    ids = torch.tensor([[5, 17, 90, 3, 41, 8, 66], [9, 9, 31, 44, 2, 6, 7]])
-    mask = torch.tensor(mask).expand(2, 7)
-    before = model(ids, attention_mask=mask).logits
-    assert enable_shared_prompts(model)
-    assert torch.equal(model(ids, attention_mask=mask).logits[mask > 0], before[mask > 0])
-
-
 class Kernel:
     """varlen_attn in plain torch, for a CPU, with asserts of what the CUDA kernel demands. `extra` widens the window:
     an error that must be noticed."""
@@ -327,20 +302,6 @@ def test_a_layer_that_is_not_told_its_window_shares_nothing(monkeypatch):
 def test_a_window_makes_no_mask_of_all_pairs():
     ones = torch.ones(1, 1, dtype=torch.bool).expand(1, 50_000)
     assert refcache.shared_prompt_mask(attention_mask=ones, local_size=80).untyped_storage().nbytes() == 1
-
-
-def test_out_of_memory_in_the_probe_is_no_verdict():
-    model = make("llama")
-
-    def out_of_memory(module, args, kwargs):
-        if kwargs.get("spans") is not None:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-    hook = model.get_decoder().register_forward_pre_hook(out_of_memory, with_kwargs=True)
-    with pytest.raises(torch.OutOfMemoryError):
-        completion_logprobs(model, GROUPS)
-    hook.remove()
-    assert_exact(model)
-    assert has_shared_prompts(model)
 
 
 @pytest.mark.parametrize("change", [torch.sin, lambda logits: logits * 1.1])

@@ -7,10 +7,9 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
-from models import GROUPS, MOE, build, logp
+from models import GROUPS, build, logp
 from runs import (  # noqa: F401
     LORA, SCRIPTS, TINY, TOKENIZER, adapt, load, logprobs, needs_peft, run, same, save, tiny)
-from torch import tensor
 
 import kto
 from refcache import BadInput, Swap, reference_logprobs
@@ -62,22 +61,6 @@ def test_one_swap_for_many_steps_gives_the_run_of_a_swap_per_step(run):
     """16 steps share a swap of a reference that stays. With lr 0 one that follows the policy stays too."""
     steps = dict(ref="swap", steps=17, batch_size=1, lr=0.0)
     assert same(run(**steps), run(**steps, sync_reference=1))
-
-
-def routed(seed, bias):
-    """A mixture of experts for the demo's tokens, whose routing bias is a persistent buffer."""
-    model = build("glm4_moe", MOE | dict(TINY, num_hidden_layers=2), seed)
-    (buffer,) = (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
-    buffer.copy_(tensor(bias))
-    return save(model, f"routed{seed}")
-
-
-def test_swap_moves_persistent_buffers_too(run):
-    policy, reference = routed(1, [3.0, 0.0, 0.0, -3.0]), routed(2, [-3.0, 0.0, 0.0, 3.0])
-    cached, swapped = (run(model=policy, ref_model=reference, ref=ref, steps=2) for ref in ("cache", "swap"))
-    assert same(swapped, cached)
-    (bias,) = (weight for name, weight in swapped.weights.items() if name.endswith("e_score_correction_bias"))
-    assert bias.tolist() == [3.0, 0.0, 0.0, -3.0]  # again
 
 
 @needs_peft

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import build, equal
+from models import build
 from runs import EACH, FOLDER, SCRIPTS, TINY, TOKENIZER, arguments, data, needs_peft, save, tiny, without_speed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -240,24 +240,6 @@ def test_shards_of_a_killed_save_do_not_reach_a_later_save_with_fewer_processes(
     kill("dpo", out, "replace model")  # the checkpoint of the last step is complete, the model is not
     assert newest(out) == stale
     assert_same_as_whole("dpo", out)
-
-
-def test_a_weight_that_never_has_a_gradient_resumes(tmp_path, monkeypatch):
-    """Such as the vision tower of a model that is trained on text: AdamW has no state for it."""
-    expected = load_file(whole("dpo-sync") / "model/model.safetensors")
-    original = dpo.load_model
-
-    def load_model(*inputs, **more):
-        model = original(*inputs, **more)
-        model.unused = torch.nn.Parameter(torch.ones(3))
-        return model
-
-    monkeypatch.setattr(dpo, "load_model", load_model)
-    kill("dpo-sync", tmp_path, "learning_rate 3")
-    start("dpo-sync", tmp_path)
-    weights = load_file(tmp_path / "model/model.safetensors")
-    assert weights.pop("unused").tolist() == [1, 1, 1]
-    assert equal(weights, expected)
 
 
 def test_a_run_that_resumes_inside_a_window_scores_the_whole_window_together(tmp_path, monkeypatch):
