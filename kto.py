@@ -477,13 +477,13 @@ def read_rows(source: str) -> list:
             return list(datasets.load_dataset(name, split=split or "train"))
 
 
-def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
-    """Tokenizes a file: [(prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns), ..]. Drops
-    rows that cannot be trained on, and counts them."""
+def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple]:
+    """Tokenizes a file: prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns.
+    Drops rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{source} cannot be read: {error}")
+    except Exception as error:
+        raise BadInput(f"{source} is no .jsonl, .json, .csv, .parquet or hub dataset: {error}")
     rows = []
     kinds = set()
     counts = Counter()
@@ -510,7 +510,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
     if kind is str and tokenizer.chat_template and not lacks_prompt:
         print(f"{source}: strings are trained without the model's chat template; --as_chat applies it")
 
-    encoded = []
+    kept = 0
     lengths = []
     all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
     for texts, columns in rows:
@@ -527,16 +527,16 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
             lengths.append(length)
         else:
-            encoded.append((prompt, sequences, begins, columns))
+            kept += 1
             lengths.append(length)
+            yield prompt, sequences, begins, columns
     notes = [f"{count} {note}" for note, count in counts.items() if count]
-    print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
-    if 2 * len(encoded) < len(rows):
+    print(f"{source}: {kept} of {len(rows)} rows", *notes, sep="; ")
+    if 2 * kept < len(rows):
         if 2 * len(lengths) >= len(rows):
-            enough = np.quantile(lengths, 0.95, method="higher")
+            enough = np.quantile(lengths, 0.95, method="inverted_cdf")
             notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
         raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
-    return encoded
 
 
 def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple[str | list, list]:

@@ -93,7 +93,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ("leave_one_out(rewards - beta * kl)", "leave_one_out(rewards + beta * kl)"),
         ("torch.where(samples.ended, rewards", "torch.where(~samples.ended, rewards"),
         ("stops = core.generation_config.eos_token_id", "stops = None"),
-        ('mark = "" if has_ended else', 'mark = "" if True else')],
+        ('texts.append(text.partition("\\uffff")[0])', "texts.append(text)")],
     ("rloo.py", "test_rollout"): [
         ("kept = TopPLogitsWarper(top_p)(None, kept)", "kept = TopPLogitsWarper(top_p)(None, logps)"),
         ("positions = (mask.cumsum(1) - 1).clamp(min=0)",
@@ -106,9 +106,14 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ("        positions = positions + 1\n", ""),
         ("check_sampler(policy, tokenizer, args)\n    ref", "ref")],
     ("dpo.py", "test_data"): [
-        ("[len(os.path.commonprefix([prompt, ids])) for ids in sequences]", "[len(prompt) for ids in sequences]"),
+        ("len(os.path.commonprefix([prompt, ids]))", "len(prompt)"),
+        ("len(text.rpartition(eos)[0] or text)", "len(text)"),
+        ("start -= 1  #", "pass  #"),
         ("bos = full[:full.index(plain[0])]", "bos = full[1:full.index(plain[0])]"),
-        ("ids if ids[:len(bos)] == bos else bos + ids", "bos + ids")],
+        ("ids if ids[:len(bos)] == bos else bos + ids", "bos + ids"),
+        ('if roles & {"user", "system"}:', "if False:"),
+        ("if 2 * kept < len(rows):", "if not kept:"),
+        ("if as_chat and isinstance(prompt, str):", "if False:")],
     ("rloo.py", "test_data"): [
         ('if prompt[-1]["role"] == "assistant" else', "if False else")],
     ("dpo.py", "test_resume"): [

@@ -181,12 +181,12 @@ QWEN3 = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assis
 MISTRAL = "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] " \
           "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}" \
           "{{ m.content }}[/INST]{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
-R1 = "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<assistant>" \
-     "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}" \
+R1 = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}" \
+     "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}" \
      "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 NOTHING = "<think>\n\n</think>\n\n"
 SYSTEM = said("Be brief.", "system")
-SHAPES = [  # template, what it makes of an answer, of an answer between spaces, whether it renders the prompt differently
+SHAPES = [  # template, what it makes of an answer, of an answer between spaces, whether the prompt reads differently
     (CHATML, "{}<|im_end|>\n", " {} <|im_end|>\n", False), (LLAMA3, "{}<|im_end|>\n", "{}<|im_end|>\n", False),
     (GEMMA, "{}<|im_end|>\n", "{}<|im_end|>\n", False),
     (QWEN3, NOTHING + "{}<|im_end|>\n", NOTHING + " {} <|im_end|>\n", False),
@@ -314,10 +314,11 @@ def test_answers_that_begin_with_a_short_prompt_and_a_single_one_stay_whole(load
 
 
 @pytest.mark.parametrize("bad, words", [
-    ({"prompt": "x", "chosen": "y"}, "expected.*found prompt, chosen in"), (dict(TEXT, chosen=5), "expected.*5"),
+    ({"prompt": "x", "chosen": "y"}, "expected.*found.*prompt"), (dict(TEXT, chosen=5), "expected.*5"),
     (dict(TEXT, chosen=None), "expected.*null"), (dict(TEXT, chosen=dict(said("a")[0])), "expected"),
-    (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"), (dict(chat(), prompt=[]), "expected"),
-    ('["a list"]', "column"), ("7", "column"), ('{"prompt": ', ""), (dict(TEXT, prompt=None), "prompt"),
+    (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"),
+    (dict(chat(), prompt=[]), "expected"), ('["a list"]', "expected"), ("7", "expected.*7"), ('{"prompt": ', ""),
+    (dict(TEXT, prompt=None), "prompt"),
     (dict(TEXT, chosen=json.dumps(said("a"))), "string"), (dict(TEXT, chosen=str(said("a")[0])), "string"),
     (dict(TEXT, prompt=str(said("q", "user"))), "string"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages")])
 def test_rows_that_cannot_be_read_are_refused_with_file_and_row(load, bad, words):
@@ -329,7 +330,7 @@ def test_rows_that_cannot_be_read_are_refused_with_file_and_row(load, bad, words
     (dpo, "prompt, chosen, rejected"), (kto, "prompt, completion, label"), (rloo, "prompt")])
 def test_rows_with_other_columns_are_told_which_are_expected(load, script, columns):
     for row in (dict(question="q", answer="a"), dict(completion="a", label=1)):
-        with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found {', '.join(row)} in"):
+        with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found .*{'.*'.join(row)}"):
             load([row], script=script)
 
 
@@ -372,14 +373,6 @@ def test_pairs_give_kto_one_row_of_each_kind_which_do_not_depend_on_each_other(l
               for pair in (TEXT, spanning) for name in ("chosen", "rejected")]
     assert [row[:3] for row in rows] == [row[:3] for row in load(single, script=kto)]
     assert rows[2].prompt != rows[3].prompt and load([spanning])[0].prompt == rows[3].prompt
-
-
-def test_rewards_of_the_data_are_read_for_the_rpo_losses_and_missing_ones_refused(load):
-    scores = dict(chosen_reward=0.75, rejected_reward="-2")
-    assert load([TEXT | scores], loss=("rpo_sq",))[0][3:5] == (0.75, -2.0)
-    for name in scores:
-        with pytest.raises(BadInput, match="need chosen_reward and rejected_reward"):
-            load([TEXT | {name: 1.0}], loss=("sigmoid", "rpo_fwd_kl"))
 
 
 # ---- Files -----------------------------------------------------------
@@ -436,7 +429,7 @@ def test_files_that_cannot_be_read_or_hold_no_rows_are_named(load, tmp_path, nam
 def test_other_files_and_folders_are_told_which_endings_are_read(load, tmp_path):
     (tmp_path / "a.tsv").touch()
     for path in (tmp_path, tmp_path / "a.tsv"):
-        with pytest.raises(BadInput, match=r"\.jsonl, \.json, \.csv or \.parquet"):
+        with pytest.raises(BadInput, match=r"\.jsonl, \.json, \.csv, \.parquet"):
             load(path)
 
 
