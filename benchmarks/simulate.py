@@ -12,8 +12,6 @@ without communication between GPUs.
 import contextlib
 import io
 import multiprocessing
-import os
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,36 +19,23 @@ from types import SimpleNamespace
 from typing import Annotated, Literal
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, os.environ.get("CHECKOUT", str(ROOT)))
 from fake_gpu import GPUS, FakeGPU  # before torch
 import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
+from against_trl import NAMES, ROOT, SHAPES, dpo, kto, rloo
+import refcache  # of the same checkout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import dpo
-import kto
-import refcache
-import rloo
-
 PHASES = ("load_model", "score", "rollout", "score_reference", "run_batch")  # functions that are measured
-NAMES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-         "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings")
-MODELS = {
-    "Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151_936, True),
-    "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 128, 151_936, True),
-    "Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151_936, False),
-    "tiny": ("qwen3", 64, 192, 1, 4, 2, 32, 4_096, True),
-}
 
 
 @dataclass
 class Args:
     what: Annotated[Literal["cards", "dpo", "kto", "rloo", "trl"], tyro.conf.Positional] = "cards"
-    model: Literal[tuple(MODELS)] = "Qwen2.5-1.5B"
+    model: Literal[tuple(SHAPES)] = "Qwen2.5-1.5B"
     config: str | None = None  # a config.json instead
     gpu: Literal[tuple(GPUS)] = "H100"
     processes: int = 1  # of which one is shown
@@ -94,7 +79,7 @@ def random_rows(script, args: Args) -> list:
 
 
 def make_folder(args: Args, folder: str):
-    config = AutoConfig.for_model(**dict(zip(NAMES, MODELS[args.model])), max_position_embeddings=32768)
+    config = AutoConfig.for_model(**dict(zip(NAMES, SHAPES[args.model])), max_position_embeddings=32768)
     if args.config:
         config = AutoConfig.from_pretrained(args.config)
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
