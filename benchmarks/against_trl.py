@@ -8,8 +8,7 @@
     python benchmarks/against_trl.py --tiny                                    # does it run?
 
 reference   log-probs of the frozen model. refcache: ReferenceCache.score. trl: precompute_ref_log_probs of DPOTrainer.
-            trl + cache: the class of docs/trl.md, which also loads the reference. halos: that of ContextualAI/HALOs
-            (train/models.py), written again: data order, rows padded to max_length, all logits, a pickled dict
+            trl + cache: the class of docs/trl.md, which also loads the reference
 dpo, kto    a step of main() and of DPOTrainer or KTOTrainer; the reference's log-probs are known
 rloo P+T    rollout of T tokens after P, reward, reference and update: a step of main() and of RLOOTrainer
 long        the same after 2,900 tokens, of a tiny random Qwen3 with the full vocabulary of 151,936
@@ -25,7 +24,6 @@ import importlib.util
 import io
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -82,7 +80,7 @@ class Args:
     rounds: int = 3  # of all sides, in turn
     steps: int = 4  # of a process; the first one is not timed
     batch_size: int = 4  # pairs of a DPO step, half the rows of a KTO step, prompts of an RLOO step
-    reference_batch: int = 8  # pairs in a forward of TRL's and HALOs' reference pass
+    reference_batch: int = 8  # pairs in a forward of TRL's reference pass
     eps: float = 1e-3  # AdamW's; at 1e-8 the first updates are nearly lr · sign(gradient), which can amplify rounding
     seed: int = 0  # of the order
     extra: str = "{}"  # JSON: more flags of the scripts
@@ -369,28 +367,7 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
     return ticks.found() | {"losses": losses, "length": length, "model": config.output_dir}
 
 
-def halos(args: Args, shape: str, work: str, round: int) -> dict:
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(f"{args.folder}/{shape}/model", dtype=dtype).to(DEVICE).eval()
-    pairs = read_rows(dpo, settings(args, shape, work))
-    rows = [(row.prompt, y) for row in pairs for y in (row.chosen, row.rejected)]
-    logprobs = {}
-    begin = clock()
-    with torch.no_grad():
-        for start in range(0, len(rows), 2 * args.reference_batch):
-            batch = rows[start:start + 2 * args.reference_batch]
-            pads = [args.max_length - len(x) - len(y) for x, y in batch]
-            ids = torch.tensor([[*x, *y] + n * [0] for (x, y), n in zip(batch, pads)], device=DEVICE)
-            is_answer = torch.tensor([len(x) * [0] + len(y) * [1] + n * [0] for (x, y), n in zip(batch, pads)])
-            logits = model(ids, attention_mask=(ids != 0).long()).logits[:, :-1]
-            logps = logits.float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * is_answer[:, 1:].to(DEVICE)
-            logprobs |= zip(batch, logps.tolist())
-    Path(args.folder, "halos.pkl").write_bytes(pickle.dumps(logprobs))
-    return {"seconds": clock() - begin}
-
-
-SIDES = {"refcache": refcache, "baseline": refcache, "trl": trl, "trl + cache": partial(trl, cached=True),
-         "halos": halos}
+SIDES = {"refcache": refcache, "baseline": refcache, "trl": trl, "trl + cache": partial(trl, cached=True)}
 
 
 # ---- Processes and tables --------------------------------------------
@@ -428,7 +405,7 @@ def compare(args: Args, shape: str, work: str, tokens: int) -> str:
     if args.baseline:
         sides = ["refcache", "baseline"]
     elif work == "reference":
-        sides += ["trl + cache", "halos"]
+        sides += ["trl + cache"]
     runs = {side: [] for side in sides}
     for round in range(args.rounds):
         for side in sides[::-1] if round % 2 else sides:

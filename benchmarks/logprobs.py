@@ -7,7 +7,7 @@
 step        forward + backward of a batch: k completions that share their prompt, against a prompt for each
 tokenize    load_rows of dpo.py
 missing     ReferenceCache.missing, which every start of a run calls: with an empty cache, and with a full one
-rollout     32 rows of rloo.py: GrowingLayer against torch.cat
+rollout     32 samples of rloo.py
 
 Models are random. The ways alternate in one process. Seconds: CPU seconds of one thread, medians (lowest to highest).
 """
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import tyro
 from against_trl import DEVICE, ROOT, clock, dpo, read_rows, resolve, rloo, spread
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicLayer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @dataclass
@@ -142,14 +142,8 @@ def rollout(args: Args):
     rng = np.random.default_rng(0)
     prompts = [random_group(rng, args.vocab, args.prompt_tokens)[0] for _ in range(8)]
     given = rloo.Args(dtype="float32", max_new_tokens=args.new_tokens)
-    growing = rloo.GrowingLayer
     tokenizer = SimpleNamespace(eos_token_id=None, batch_decode=lambda rows, **options: [""] * len(rows))
-
-    def ours(layer):
-        rloo.GrowingLayer = layer
-        rloo.rollout(model, tokenizer, prompts, 4, 1, given)
-
-    ways = {"GrowingLayer": partial(ours, growing), "torch.cat": partial(ours, DynamicLayer)}
+    ways = {"rollout": partial(rloo.rollout, model, tokenizer, prompts, 4, 1, given)}
     print(f"| 32 rows, {args.prompt_tokens} + {args.new_tokens} tokens | seconds | tokens/s |\n|---|---|---|")
     for name, seconds in timed(ways, args.rounds).items():
         print(f"| {name} | {spread(seconds)} | {32 * args.new_tokens / median(seconds):,.0f} |")

@@ -24,7 +24,7 @@ def code_of(page):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line, row", [
-    ("logprobs --tiny", "| torch.cat | "), ("processes --tiny", "| 2 | 8 | "),
+    ("logprobs --tiny", "| rollout | "), ("processes --tiny", "| 2 | 8 | "),
     ("rloo_memory --sides refcache --k 2 --tiny", "| refcache | 2 | "),
     (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | ")])
 def test_benchmark_prints_rows(line, row):
