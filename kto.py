@@ -18,9 +18,9 @@ Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `pr
            "label": true}
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
-          difference | rewards/accuracies: share of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/*: log π(y|x) | logratio: |ρ| per token | grad_norm before clipping | learning_rate. eval_*: on
-          held-out rows; eval_score: mean of --score.
+          difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
+          logps/*: log π(y|x) | logratio: |ρ| per token | grad_norm: before clipping | learning_rate | seconds |
+          tokens_per_second | eval_*: of held-out rows | eval_score: mean of --score
 """
 import csv
 import hashlib
@@ -28,6 +28,7 @@ import importlib
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import sys
@@ -37,27 +38,26 @@ from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Callable, Iterator, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from refcache import (
-    BadInput, ReferenceCache, Swap, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
-    completion_logprobs, context_length, full_tensor, log_ratios, micro_batches, processes, progress_bar,
-    reference_logprobs, shard, share_prompts, sum_tokens, to_device, write_whole)
+    BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group, processes,
+    progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -90,7 +90,7 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or layer names, as a regular expression
+    lora_target: str = "all-linear"  # or layer names (q_proj,v_proj), or a regular expression
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired: no z
     beta: float = 0.1  # strength of the KL penalty
@@ -100,21 +100,21 @@ class Args:
     epochs: float = 1.0  # passes over the data
     steps: int | None = None  # optimizer steps; None: from epochs; 0: only fill the cache
     batch_size: int = 32  # rows per optimizer step
-    lr: float = 1e-6  # peak learning rate
+    lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    warmup: float = 0.1  # share of steps in which lr rises
+    warmup: float = 0.1  # fraction of steps in which lr rises
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA. Weights are float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA; what trains: float32
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
 
-    save_every: int = 50  # steps between checkpoints, from which a killed run resumes
+    save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
-    samples: int = 64  # held-out prompts to answer before and after training
+    samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
     score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, of these answers
     wandb: str | None = None  # project that gets the metrics
@@ -181,7 +181,7 @@ def other_groups(rows: list[Row]) -> list:
 
 def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
     """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs."""
-    logps = completion_logprobs(policy, groups(rows), args.tokens_per_forward, args.dtype)
+    logps = completion_logprobs(policy, groups(rows))
     ratios = log_ratios(logps, groups(rows), ref_logps, args.humanline)  # both: per row [(|y|,)]
     return Batch(
         logp=sum_tokens(logps).squeeze(1),
@@ -198,7 +198,7 @@ def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
     total = torch.zeros((), device=policy.device)
     for indices, counts in micro_batches(policy, others, args.tokens_per_forward, *processes()):
         micro = [others[i] for i in indices]
-        logps = completion_logprobs(policy, micro, args.tokens_per_forward, args.dtype)
+        logps = completion_logprobs(policy, micro)
         ratios = log_ratios(logps, micro, ref_logps, args.humanline)
         total += sum_tokens(ratios).sum() * counts
     mean = all_reduce(total) / max(1, len(others))
@@ -206,7 +206,7 @@ def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
 
 
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
-    """Mean metrics of a batch, in micro-batches that the processes share. With `train`, adds the loss's gradient."""
+    """Mean metrics of a batch, in micro-batches that the processes divide. With `train`, adds the loss's gradient."""
     z = estimate_kl(policy, rows, ref_logps, args)
     sums, numbers = Counter(), Counter()
     for indices, counts in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
@@ -231,21 +231,20 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
     if not rows:
         return {}
     needed = groups(rows) + other_groups(rows)
-    ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward, args.dtype)
+    ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward)
     means = run_batch(policy, rows, ref_logps, args, train=False)
     return {f"eval_{name}": value for name, value in means.items()}
 
 
 # ---- Training --------------------------------------------------------
 
+@process_group()
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
-    device = start_processes()
-    args = resolve(args, device)
-    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
-    args = replace(args, max_length=min(args.max_length, context))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    args = resolve(args)
     out = Path(args.out)
-    lock = open_folder(out, args)  # until this function returns
+    lock = lock_folder(out, args)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
@@ -256,33 +255,32 @@ def main(args: Args) -> list[dict]:
     print_balance(train_rows, args)
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
-
-    digest = checkpoint_digest(args.ref_model)
-    if args.score:
-        load_function(args.score)  # an error comes now
+    run = describe_run(train_rows, eval_rows, [args.score], args)
 
     # The reference comes first, so that memory never holds both models.
-    reference = None
     if args.ref == "cache":
-        reference = ReferenceCache(name=args.ref_model, reference=digest, dtype=args.dtype)
+        reference = ReferenceCache(name=args.ref_model, reference=run["weights"][args.ref_model], dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
-        needed = groups(train_rows + eval_rows) + other_groups(train_rows + eval_rows)
+        rows = train_rows
+        if 0 < steps * batch_size < len(train_rows):  # the run needs fewer
+            rows = batch_rows(1, train_rows, batch_size, args.seed, n_steps=steps)
+        needed = groups(rows + eval_rows) + other_groups(rows + eval_rows)
         scored = reference.fill(lambda: load_model(args.ref_model, device, args), needed, args.tokens_per_forward,
-                                args.dtype, path)  # frees the reference model
+                                path)  # frees the reference model
         print(f"reference: {scored} completions scored, all are in {path}")
     if steps == 0:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
-    if args.ref != "cache":
+    if args.ref in ("swap", "live"):
         reference = load_reference(policy, device, args)
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=args.weight_decay, fused=True)  # lr is set in the loop
-
-    state = {"training": training_state(policy, optimizer)}  # what a checkpoint holds
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
+    decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
+    others = {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0}  # norms and biases
+    optimizer = torch.optim.AdamW([decaying, others], lr=0.0, fused=True)  # lr is set in the loop
+    state = {"training": init_training_state(policy, optimizer)}  # what a checkpoint holds
     if args.sync_reference or args.humanline:
         state["reference"] = reference
-    run = describe_run(train_rows, digest, args)
     last_step = restore_checkpoint(out, run, state)
     if last_step == 0:
         values = {"step": 0}
@@ -291,19 +289,19 @@ def main(args: Args) -> list[dict]:
         log(out, values, args)
 
     window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
-    tokens = 0
-    began = time.monotonic()
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
+        began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
-        place = (step - 1) % window
-        if place == 0 or step == last_step + 1:  # a resumed run scores its whole window again
-            steps_ahead = range(step - place, min(step - place + window, steps + 1))
-            ahead = [row for n in steps_ahead for row in batch_rows(n, train_rows, batch_size, args.seed)]
-            needed = groups(ahead) + other_groups(ahead)
-            ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward, args.dtype)
-        values = {"step": step, **run_batch(policy, rows, ref_logps, args, train=True)}
+        first = step - (step - 1) % window
+        if step in (first, last_step + 1):  # a resumed run scores its whole window again; a cache has all steps
+            n_steps = min(window, steps + 1 - first)
+            rows_ahead = batch_rows(first, train_rows, batch_size, args.seed, n_steps)
+            needed = groups(rows_ahead) + other_groups(rows_ahead)
+            ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward)
+        values = {"step": step}
+        values |= run_batch(policy, rows, ref_logps, args, train=True)  # loss.backward() is in it
         if step == 1 and args.ref_model == args.model:
             check_agreement(values["logratio"], args.dtype)
 
@@ -321,21 +319,21 @@ def main(args: Args) -> list[dict]:
         if args.sync_reference and step % args.sync_reference == 0:
             reference.sync(args.sync_mix)  # after the update, as in TR-DPO, arXiv:2404.09656
 
-        if step == steps:
-            values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
+        values["seconds"] = time.monotonic() - began
+        values["tokens_per_second"] = count_tokens(groups(rows)) / values["seconds"]
         if step == steps or (args.eval_every and step % args.eval_every == 0):
+            values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
         log(out, values, args)
         if args.model_every and step % args.model_every == 0:
             save_model(policy, tokenizer, out / f"model-{step}")
-        if step == steps or step % args.save_every == 0:
+        if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
-        tokens += sum(len(row.prompt) + len(row.completion) for row in rows)
-        speed = tokens / (time.monotonic() - began)
-        progress.set_postfix_str(f"loss {values['loss']:.3f}, {speed:.0f} tokens/s", refresh=False)
+        progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} rows; the model is in {out / 'model'}")
+    lock.release()
     return report(out)
 
 
@@ -347,22 +345,18 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
     rows = list({row.prompt: row for row in rows if len(row.prompt) <= longest}.values())[:args.samples]  # one each
     if not rows:
         return {}
-    prompts = [row.columns["prompt"] for row in rows]
-    ids = generate(policy, tokenizer, [row.prompt for row in rows], args)
-    answers = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, answers)]
+    answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
+    lines = [{"step": step, "prompt": row.columns["prompt"], "completion": text} for row, text in zip(rows, texts)]
     means = {}
     if args.score:
-        names = {name for row in rows for name in row.columns} - {"prompt"}
-        columns = {name: [row.columns.get(name) for row in rows] for name in names}
-        completions = answers
+        columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
+        prompts = columns.pop("prompt")
         if isinstance(prompts[0], list):
-            completions = [[{"role": "assistant", "content": text}] for text in answers]
-        scores = load_function(args.score)(prompts=prompts, completions=completions, **columns)
-        if scores is None or None in scores:
-            raise BadInput(f"{args.score} returned None: is a return missing?")
-        lines = [line | {"score": float(score)} for line, score in zip(lines, scores, strict=True)]
-        means["eval_score"] = float(np.mean(scores))
+            texts = [[{"role": "assistant", "content": text}] for text in texts]
+        scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
+        lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
+        means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
     append(out / "samples.jsonl", lines)
     return means
 
@@ -370,21 +364,19 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
 @torch.no_grad()
 def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
     """Token ids of one sample for each prompt, at temperature 1, without EOS."""
-    core = base_model(policy)
+    core = unwrap_model(policy)
     stops = stop_tokens(core, tokenizer)
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(policy.device)
     own_config = core.generation_config
     core.generation_config = GenerationConfig()  # generate() would take its repetition_penalty, min_p, ..
-    with autocast(policy, args.dtype):
-        rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), max_new_tokens=args.max_new_tokens,
-                             do_sample=True, top_k=0, eos_token_id=stops, pad_token_id=0,
-                             synced_gpus=dist.is_initialized())
-    core.generation_config = own_config
-    samples = []
-    for row in rows[:, ids.shape[1]:].tolist():
-        end = next((t for t, token in enumerate(row) if token in stops), None)  # what follows is padding
-        samples.append(tuple(row[:end]))
-    return samples
+    try:
+        with unsharded(policy):
+            rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
+                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0,
+                                 synced_gpus=processes()[1] > 1)
+    finally:
+        core.generation_config = own_config
+    return [tuple(takewhile(lambda token: token not in stops, row)) for row in rows[:, ids.shape[1]:].tolist()]
 
 
 # ---- Rows of the data ------------------------------------------------
@@ -625,45 +617,45 @@ def load_tokenizer(name: str, ref_name: str | None = None):
     """The tokenizer of a checkpoint or of its base. Refuses a reference with another one."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
-    if ref_name not in (None, name) and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
+    if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
         raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
     return tokenizer
 
 
 def stop_tokens(core, tokenizer) -> list[int]:
-    """The ids that end a completion, of tokenizer and model."""
+    """The ids that end a completion."""
     stops = core.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]
     return sorted({tokenizer.eos_token_id, *stops} - {None})
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio."""
+    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio.
+    Frozen weights have the dtype of forwards; those that train are float32, and sharded where that is bfloat16."""
     base = base_of(name)
-    model = load_checkpoint(AutoModelForCausalLM, base).requires_grad_(trains and base == name)
-    stored_dtype = model.dtype
+    trains_all = trains and base == name and not args.lora_r
+    model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
+    model.requires_grad_(trains_all)
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)
-    if dist.is_initialized():
-        shard(model, dist.init_device_mesh(device, (dist.get_world_size(),)), args.dtype)
-    model.eval().to(device).float()
+    is_sharded = processes()[1] > 1 or (trains and args.dtype == "bfloat16")
+    if is_sharded:
+        shard(model, device, args.dtype)
+    model.eval().to(device)
+    if trains_all:
+        model.float()
     if trains and args.gradient_checkpointing:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    share_prompts(model, args.dtype)
-    if args.dtype == "bfloat16" and stored_dtype == torch.bfloat16 and not dist.is_initialized():
-        embeddings = base_model(model).get_input_embeddings().weight  # they stay float32, also as a tied head
-        for module in model.modules():
-            if type(module) is torch.nn.Linear and not module.weight.requires_grad and module.weight is not embeddings:
-                module.weight.data = module.weight.data.bfloat16()  # as autocast would in every forward
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    enable_shared_prompts(model)
     return model
 
 
-def load_checkpoint(kind, name: str):
-    """A model of a transformers class, with all its weights."""
+def load_checkpoint(kind, name: str, dtype: str = "auto"):
+    """A model of a transformers class, with all its weights. dtype "auto": as stored."""
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
-    model, info = kind.from_pretrained(name, dtype="auto", output_loading_info=True)
+    model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise BadInput(f"{name} has no weights for {min(info['missing_keys'])}")
     return model
@@ -673,28 +665,28 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     peft = optional("peft")
     if folder is None:
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
-                                 target_modules=args.lora_target, task_type="CAUSAL_LM")
+        names = args.lora_target.split(",") if re.fullmatch(r"\w+(,\w+)*", args.lora_target) else args.lora_target
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules=names,
+                                 task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
+    if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
+        raise BadInput(f"{folder} changes more than weights: merge it, or choose another")
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
-        if name.endswith(tuple(config.modules_to_save or ())):
+        if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains)
+        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                              autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
     """The reference as a context manager that yields a model: --ref live or swap."""
     if args.ref == "live":
         return nullcontext(load_model(args.ref_model, device, args))
-    if args.ref != "swap":
-        raise BadInput(f"there is no --ref {args.ref}")
-    if args.ref_model == args.model:
-        return Swap(policy)  # the policy as it is now
-    return Swap(policy, load_model(args.ref_model, "cpu", args))
+    return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
 def optional(package: str):
@@ -708,45 +700,31 @@ def optional(package: str):
 def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function."""
     file, _, name = spec.rpartition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    functions = runpy.run_path(file) if file else {}  # unlike import, it allows two files of one name
-    if name not in functions:
-        raise BadInput(f"{spec} is not FILE.py:FUNCTION")
-    return functions[name]
+    sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
+    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 
 
-# ---- Processes and flags: the same in dpo.py, kto.py and rloo.py -----
+# ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
-def start_processes() -> str:
-    """Joins the other processes of torchrun. Returns this process's device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    warnings.filterwarnings("ignore", "torch.distributed is")
-    if "RANK" in os.environ and not dist.is_initialized():
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()
-    return device
-
-
-def resolve(args, device: str):
-    """Fills in the flags that depend on others."""
+def resolve(args, new_tokens: int = 0):
+    """Checks flags, and fills in those that depend on others. new_tokens: sampled after each row."""
     if args.model is None and args.data is None:
-        for name, value in DEMO.items():
-            if vars(args)[name] == vars(Args)[name]:  # other values are kept
-                args = replace(args, **{name: value})
+        args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
+        torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
         raise BadInput("give both --model and --data, or neither for the demo")
-    moves_reference = args.sync_reference or vars(args).get("humanline")
-    if moves_reference and args.ref != "swap":
-        raise BadInput("--sync_reference and --humanline need --ref swap")
-    is_adapter = base_of(args.model) != args.model
-    if is_adapter and args.lora_r:
+    moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
+    if len(moves) > 1 or (moves and args.ref != "swap"):
+        raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
+    if args.lora_r and base_of(args.model) != args.model:
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
-    if is_adapter or args.lora_r:
-        optional("peft")
     if args.dtype == "auto":
-        args = replace(args, dtype="bfloat16" if device == "cuda" else "float32")
-    return replace(args, ref_model=args.ref_model or args.model)
+        args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
+    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    if args.max_new_tokens >= context:
+        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
+    return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
+                   lr=1e-6 if args.lr is None else args.lr)
 
 
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
@@ -757,14 +735,15 @@ def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
 
 
 @lru_cache(maxsize=2)  # a step may be in two epochs
-def order_of_epoch(epoch: int, rows: int, seed: int) -> list[int]:
-    return generator(seed, "order", epoch).permutation(rows).tolist()
+def order_of_epoch(epoch: int, n_rows: int, seed: int) -> list[int]:
+    return generator(seed, "order", epoch).permutation(n_rows).tolist()
 
 
-def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of a step. Each epoch is a new permutation of all rows."""
+def batch_rows(step: int, rows: list, batch_size: int, seed: int, n_steps: int = 1) -> list:
+    """The rows of a step, or of n_steps. Each epoch is a new permutation of all rows."""
     batch = []
-    for position in range((step - 1) * batch_size, step * batch_size):
+    start = (step - 1) * batch_size
+    for position in range(start, start + n_steps * batch_size):
         epoch, place = divmod(position, len(rows))
         batch.append(rows[order_of_epoch(epoch, len(rows), seed)[place]])
     return batch
@@ -782,45 +761,56 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def open_folder(out: Path, args) -> FileLock | None:
+def lock_folder(out: Path, args) -> FileLock:
     """Creates and locks the output folder. Refuses that of a running or finished run."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
-    if processes()[0] != 0:
-        return None
     lock = FileLock(out / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise BadInput(f"another run writes into {out}: name another --out") from None
-    if args.wandb:
-        optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
+    if processes()[0] == 0:
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BadInput(f"another run writes into {out}: name another --out") from None
+        write_whole(out / "args.json", [json.dumps(asdict(args), indent=1).encode()])
+        if args.wandb:
+            optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
     return lock
 
 
-def describe_run(rows: list, digest: str, args) -> dict:
-    """What a run and its checkpoint must have in common."""
-    free = "out ref_cache save_every model_every wandb tokens_per_forward rollout_tokens gradient_checkpointing".split()
-    run = {name: value for name, value in asdict(args).items() if name not in free}
-    run |= {"model_digest": digest, "rows_digest": hashlib.sha256(repr(rows).encode()).hexdigest()}
+def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
+    """What a run and its checkpoint must have in common. functions: FILE.py:FUNCTION"""
+    may_change = ("out ref_cache save_every model_every eval_every samples wandb tokens_per_forward rollout_tokens "
+                  "gradient_checkpointing").split()
+    run = {name: value for name, value in asdict(args).items() if name not in may_change}
+    models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
+    run["weights"] = {name: checkpoint_digest(name) for name in models}
+    run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
+    run["rows"] = digest_of(train_rows)
+    run["held-out rows"] = digest_of(eval_rows)
+    for file in (Path(__file__), HERE / "refcache.py"):
+        run[file.name] = digest_of([file.read_bytes()])
     return json.loads(json.dumps(run))  # tuples become lists
 
 
-def training_state(policy, optimizer) -> dict[str, torch.Tensor]:
-    """What a step changes in place: weights that train, and their optimizer state, which is created here."""
-    for weight in policy.parameters():
-        if weight.requires_grad:
-            weight.grad = torch.zeros_like(weight)
-    optimizer.step()  # lr is 0: no weight changes
+def digest_of(items: list) -> str:
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(repr(item).encode())
+    return digest.hexdigest()
+
+
+def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
+    """What a step changes in place: weights that train, and their optimizer state, created by a step with lr 0."""
+    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
     optimizer.zero_grad()
-    tensors = {}
-    for name, weight in policy.named_parameters():  # tied weights once
-        if weight.requires_grad:
-            tensors[name] = weight.detach()
-            for key, value in optimizer.state[weight].items():
-                tensors[f"optimizer.{name}.{key}"] = value.zero_()
-    return tensors
+    state = {name: weight.detach() for name, weight in weights.items()}
+    for name, weight in weights.items():
+        state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
+    return state
 
 
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
@@ -828,15 +818,13 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     folder = out / f"resume-{step}"
     if processes()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed save
-    if dist.is_initialized():
-        dist.barrier()
+    barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
         write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
-        tqdm.write(f"step {step}: checkpoint in {folder}")
         for older in out.glob("resume-*"):
             if older != folder:
                 shutil.rmtree(older)
@@ -844,15 +832,16 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0."""
-    saved = {"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)}
-    for file in out.glob("resume-*/run.json"):
-        saved = max(saved, json.loads(file.read_text()), key=lambda checkpoint: checkpoint["step"])
+    checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
+    checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
+    saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
     differing = [name for name in run if saved["run"].get(name) != run[name]]
-    if differing:
+    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    if differing != code:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}")
+        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
     if processes()[0] == 0:
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
@@ -874,12 +863,18 @@ def log(out: Path, values: dict, args):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints held-out metrics before and after. Returns the lines of metrics.jsonl."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Prints held-out metrics and three answers, before and after. Returns the lines of metrics.jsonl."""
+    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
+    first, last = history[0], history[-1]
     print(f"{'held out':29} before   after")
-    for name, after in history[-1].items():
+    for name, after in last.items():
         if name.startswith("eval_"):
-            print(f"{name:28} {history[0][name]:z7.3f} {after:z7.3f}")
+            print(f"{name:28} {first[name]:z7.3f} {after:z7.3f}")
+    held_out = [line for line in samples if line.get("held_out", True)]
+    before, after = ([line for line in held_out if line["step"] == values["step"]] for values in (first, last))
+    for old, new in list(zip(before, after))[:3]:
+        for text in (f"prompt {new['prompt']}", f"before {old['completion']!r}", f"after  {new['completion']!r}"):
+            print(text[:shutil.get_terminal_size().columns])
     return history
 
 
@@ -889,7 +884,6 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
-        shutil.rmtree(hidden, ignore_errors=True)
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
@@ -897,14 +891,11 @@ def save_model(model, tokenizer, folder: Path):
 
 
 if __name__ == "__main__":
-    stderr = sys.stderr
-    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process speaks
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process prints
+        sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
     except (BadInput, torch.OutOfMemoryError) as error:
         advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        print(f"{Path(__file__).name}: {error}{advice}", file=stderr)
+        print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)
-    finally:
-        sys.stderr = stderr  # for the traceback of any process

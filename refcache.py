@@ -5,7 +5,7 @@
     Swap                                 reference weights kept on the CPU: for new completions or a moving reference
 
 A group is `(prompt_ids, [completion_ids, ...])`, tuples of token ids; a completion includes its EOS. Policy and
-reference go through one function, so they agree before the first update: margin 0, loss ln 2, KL 0.
+reference go through one function, so they agree before the first update.
 Shapes: T tokens in a forward, T_k keys of all spans, N completion tokens, D head size, H hidden size, V vocabulary.
 """
 import gc
@@ -17,14 +17,16 @@ import pickle
 import pickletools
 import sys
 import time
+import warnings
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MethodType
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -36,14 +38,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AttentionInterface, AttentionMaskInterface
 
 Groups = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]
 Ragged = list[list[torch.Tensor]]  # for each group, for each completion: (len(completion),)
-HEAD_BYTES = 2**27  # of the float32 logits of one chunk: 220 completion tokens at V = 151,936
+HEAD_BYTES = 2**30  # of the float32 logits of one chunk on CUDA: 1,766 completion tokens at V = 151,936
 SHARED = "sdpa_shared_prompt"  # with "sdpa" in its name, transformers rejects it for models without sdpa
+PROBED: WeakSet = WeakSet()  # models whose attention enable_shared_prompts has chosen
 sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
 
 
@@ -51,7 +53,7 @@ class BadInput(ValueError):
     """Wrong usage, data or files. The message is one sentence: where, what is wrong, what to do."""
 
 
-class CannotShare(ValueError):
+class CannotShare(BadInput):
     """The completions of this model cannot share a prompt: its attention is not plain causal attention over one row."""
 
 
@@ -60,12 +62,12 @@ class CannotShare(ValueError):
 class ReferenceCache(Mapping):
     """Token log-probs under a frozen reference: cache[prompt_ids, completion_ids] is float32, (len(completion_ids),).
     `header` holds strings that say what the log-probs belong to, such as reference=checkpoint_digest(folder),
-    dtype="float32". A file with another header is refused; only `name` may differ. 8 bytes per completion token and 4
-    per prompt token."""
+    dtype="float32". A file with another header is refused; only `name` may differ."""
 
     def __init__(self, **header: str):
-        self.header = {"format": "3", **header}
+        self.header = {"format": "4", **header}
         self.table: dict[bytes, dict[bytes, bytes]] = {}  # prompt -> completion -> log-probs: uint32, uint32, float32
+        self.stamp = None  # of the file as this object wrote it
 
     def __len__(self):
         return sum(map(len, self.table.values()))
@@ -80,82 +82,72 @@ class ReferenceCache(Mapping):
         logprobs = self.table[bytes_of(prompt)][bytes_of(completion)]  # KeyError: not scored, call fill first
         return np.frombuffer(logprobs, np.float32)
 
-    def fill(self, load_model: Callable, groups: Groups, tokens_per_forward=16384, dtype="float32", path=None) -> int:
+    def fill(self, load_model: Callable, groups: Groups, tokens_per_forward=16384, path=None) -> int:
         """Scores what is neither in this cache nor in the file at `path`, and saves it there. Returns the number of
-        completions scored. `load_model()` is called only if something is missing, and must keep no reference to its
-        model: the model is freed before this method returns."""
+        completions scored. `load_model()` is called only if something is missing, and its model is freed."""
         if path and Path(path).exists():
             self.load(path)
-        missing = self.missing(groups, tokens_per_forward)
+        missing = self.missing(groups)
         digest = hash(tuple((prompt, *completions) for prompt, completions in missing))  # equal in all processes
         if len(set(all_gather(digest))) > 1:
             raise BadInput(f"the processes have different caches: do all of them read the same {path}?")
         if not missing:
             return 0
         if path:
-            try:
-                with lock_of(path):  # an error comes now, not after the forwards
-                    pass
-            except OSError as error:
-                raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
+            with FileLock(f"{os.path.realpath(path)}.lock"):  # an error comes now, not after the forwards
+                pass
         model = load_model()
         try:
-            self.score(model, groups, tokens_per_forward, dtype, path=path)
+            self.score(model, missing, tokens_per_forward, path=path)
         finally:
             del model
             gc.collect()
             torch.cuda.empty_cache()
         return sum(len(completions) for _, completions in missing)
 
+    def missing(self, groups: Groups) -> Groups:
+        """What is not scored yet, all completions of a prompt together and each once."""
+        merged: dict[tuple, dict] = {}  # a dict keeps the order of its keys
+        for prompt, completions in groups:
+            merged.setdefault(prompt, {}).update(dict.fromkeys(completions))
+        missing = []
+        for prompt, completions in merged.items():
+            unknown = [completion for completion in completions if (prompt, completion) not in self]
+            if unknown:
+                missing.append((prompt, unknown))
+        return missing
+
     @torch.no_grad()
-    def score(self, model, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0, path=None):
-        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an
-        exception."""
-        if not hasattr(base_model(model), "is_probed"):
-            share_prompts(model, dtype)  # before the groups are packed
-        todo = self.missing(groups, tokens_per_forward if is_sharing(model) else 0)  # 0: one row per completion
+    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
+        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an exception."""
+        if unwrap_model(model) not in PROBED:
+            enable_shared_prompts(model)  # before the groups are packed
+        budget = tokens_per_forward if has_shared_prompts(model) else 0  # 0: one row per completion
+        todo = []
+        for prompt, completions in self.missing(groups):
+            for part in pack(list(map(len, completions)), budget - len(prompt)):
+                todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
-        tokens = [len(prompt) + sum(map(len, completions)) for prompt, completions in todo]
-        total = sum(tokens[i] for batch, _ in batches for i in batch)
+        micros = [[todo[i] for i in indices] for indices, _ in batches]  # longest first: out of memory comes early
+        scores = ((micro, completion_logprobs(model, micro, temperature=temperature)) for micro in micros)
+        total = sum(map(count_tokens, micros))
         new = []
         save_at = time.monotonic() + 60
         try:
             with eval_mode(model), progress_bar(desc="reference", total=total, unit="tok", unit_scale=True) as progress:
-                for batch, _ in batches:  # longest first: out of memory comes early
-                    micro = [todo[i] for i in batch]
-                    logprobs = completion_logprobs(model, micro, tokens_per_forward, dtype, temperature)
-                    scored = entries_of(micro, logprobs)
-                    new += scored
-                    self.add(scored)
-                    progress.update(sum(tokens[i] for i in batch))
+                for micro, logprobs in one_behind(scores):
+                    entries = entries_of(micro, logprobs)
+                    new += entries
+                    self.add(entries)
+                    progress.update(count_tokens(micro))
                     if path and time.monotonic() > save_at:
-                        began = time.monotonic()
                         self.save(path)
-                        save_at = time.monotonic() + max(60, 20 * (time.monotonic() - began))
-        except BaseException:
+                        save_at = time.monotonic() + 60
+        finally:
             if path:
-                self.save(path)
-            raise
+                self.save(path)  # each process its part: save keeps what the others saved
         for theirs in all_gather(new):
             self.add(theirs)
-        if path and processes()[0] == 0:
-            self.save(path)
-
-    def missing(self, groups: Groups, tokens_per_forward: int) -> Groups:
-        """What is not scored yet: the completions of a prompt together, in parts of at most tokens_per_forward tokens.
-        The parts do not depend on what is cached, so a killed pass resumes with the remaining forwards."""
-        merged: dict[tuple, dict] = {}  # prompt -> its completions, each once: a dict keeps their order
-        for prompt, completions in groups:
-            merged.setdefault(prompt, {}).update(dict.fromkeys(completions))
-        parts = []
-        for prompt, completions in merged.items():
-            completions = list(completions)
-            lengths = [len(completion) for completion in completions]
-            for part in pack(lengths, tokens_per_forward - len(prompt)):
-                unknown = [completions[i] for i in part if (prompt, completions[i]) not in self]
-                if unknown:
-                    parts.append((prompt, unknown))
-        return parts
 
     def add(self, entries):
         for prompt, scored in entries:
@@ -163,12 +155,13 @@ class ReferenceCache(Mapping):
 
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
-        with lock_of(path):
-            if Path(path).exists():
+        with FileLock(f"{os.path.realpath(path)}.lock"):
+            if Path(path).exists() and stamp_of(path) != self.stamp:
                 self.load(path)
             table = pickle.dumps(self.table, protocol=4)
             header = json.dumps(self.header | {"sha256": hashlib.sha256(table).hexdigest()}) + "\n"
             write_whole(path, [header.encode(), table])
+            self.stamp = stamp_of(path)
 
     def load(self, path):
         """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged, or has another header."""
@@ -178,8 +171,7 @@ class ReferenceCache(Mapping):
             for name, mine in self.header.items():
                 theirs = header.get(name)
                 if theirs != mine and name != "name":
-                    raise BadInput(f"it was made with {name} {theirs!r} ({header.get('name')}), "
-                                   f"but this run has {name} {mine!r} ({self.header.get('name')})")
+                    raise BadInput(f"it was made with {name} {theirs!r}, but this run has {name} {mine!r}")
             if hashlib.sha256(pickled).hexdigest() != header["sha256"]:
                 raise BadInput("its checksum does not match")
             table = load_builtins(pickled)
@@ -194,8 +186,19 @@ class ReferenceCache(Mapping):
         self.add(table.items())  # the job that saved first decides, so a resume finds the same numbers
 
 
-def lock_of(path) -> FileLock:
-    return FileLock(f"{os.path.realpath(path)}.lock")
+def one_behind(items: Iterable) -> Iterator:
+    """Yields each item when the next one has been made: the GPU computes while results are copied from it."""
+    previous = []
+    for item in items:
+        yield from previous
+        previous = [item]
+    yield from previous
+
+
+def stamp_of(path) -> tuple:
+    """Changes when a file is replaced."""
+    stat = os.stat(path)
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def load_builtins(data: bytes) -> dict:
@@ -236,28 +239,28 @@ def entries_of(groups: Groups, logprobs: Ragged) -> list[tuple[bytes, dict[bytes
 
 class Swap:
     """The reference's weights in CPU memory. `with swap as model:` exchanges them with the policy's, in place, until
-    its end. Optimizer state and tied weights are unaffected. Without `reference` it is the policy as it is now. Only
-    weights that can differ are held: of a LoRA run the adapter, whose initial state (no adapter, or the SFT adapter) is
-    the reference. Raises BadInput if the models have different structures."""
+    its end. Without `reference` it is the policy as it is now. Only weights that can differ are held: of a LoRA run the
+    adapter, whose initial state is the reference. Raises BadInput if the models have different structures."""
 
     def __init__(self, policy, reference=None):
         reference = reference or policy
         mine, theirs = structure(policy), structure(reference)
         differing = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
         if differing:
-            raise BadInput(f"the reference cannot be swapped in, unlike the policy in {differing[0]}: choose live, or "
-                           "merge an adapter")
+            raise BadInput(f"the reference differs from the policy in {differing[0]}: choose live, or merge an adapter")
         self.policy = policy
         self.ours = {}  # name -> the policy's tensor, on its device
         self.theirs = {}  # name -> the reference's values, on the CPU
         reference_weights = reference.state_dict()
         weights = policy.state_dict(keep_vars=True)
-        unique = {id(tensor): name for name, tensor in weights.items()}  # tied weights once
-        for name in unique.values():
-            tensor = weights[name]
-            if any(all_gather(can_differ(tensor, reference_weights[name]))):
+        unique = {id(tensor): (name, tensor) for name, tensor in weights.items()}  # tied weights once
+        for name, tensor in unique.values():
+            values = local(tensor)
+            is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
+            can_differ = not is_frozen or not torch.equal(values, local(reference_weights[name]).to(values))
+            if any(all_gather(can_differ)):
                 self.ours[name] = tensor.detach()
-                self.theirs[name] = torch.empty_like(local(tensor), device="cpu", pin_memory=tensor.is_cuda)
+                self.theirs[name] = torch.empty_like(values, device="cpu", pin_memory=tensor.is_cuda)
         copy(reference_weights, self.theirs)
 
     def __enter__(self):
@@ -278,9 +281,9 @@ class Swap:
 
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
-        for name, tensor in self.theirs.items():
-            new = local(self.ours[name]).to(tensor.device)
-            tensor.copy_(tensor.lerp(new, mix) if tensor.is_floating_point() else new)
+        for name, theirs in self.theirs.items():
+            mine = torch.empty_like(theirs, pin_memory=theirs.is_pinned()).copy_(local(self.ours[name]))
+            theirs.copy_(theirs.lerp(mine, mix) if theirs.is_floating_point() else mine)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """The reference's weights for a checkpoint, split as the policy's are."""
@@ -297,12 +300,6 @@ class Swap:
         copy(state, self.theirs)
 
 
-def can_differ(tensor: torch.Tensor, reference: torch.Tensor) -> bool:
-    """Whether a swap must copy this weight: it trains, is a buffer, or differs although it does not train."""
-    frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
-    return not frozen or not torch.equal(local(tensor), local(reference).to(local(tensor)))
-
-
 @torch.no_grad()
 def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
     """Copies the values of `source` into the tensors of `target`, which names a subset of them."""
@@ -317,31 +314,29 @@ def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
 def structure(model) -> dict:
     """What two models must have in common to swap weights: shapes, and config fields that change log-probs."""
     cosmetic = {"_name_or_path", "architectures", "dtype", "initializer_range", "transformers_version", "use_cache"}
-    found = {}
-    for name, value in base_model(model).config.to_dict().items():
-        if name not in cosmetic and "dropout" not in name and not name.endswith("token_id"):
-            found[name] = value
+    found = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
         if hasattr(module, "scaling"):  # of LoRA, and of attention
             found[f"{name}.scaling"] = str(module.scaling)
-    for name, tensor in model.state_dict().items():
-        found[name] = tensor.shape
+    for name, value in unwrap_model(model).config.to_dict().items():
+        if name not in cosmetic and "dropout" not in name and not name.endswith("token_id"):
+            found[name] = value
     return found
 
 
-def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0):
-    """log π_ref of these completions, as a mapping. `reference` is a ReferenceCache, which is returned as it is, None,
-    or a context manager that yields a model: a Swap, or nullcontext(model)."""
+def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384, temperature=1.0):
+    """log π_ref of these completions, as a mapping. `reference`: a ReferenceCache or None, returned as they are, or a
+    context manager that yields a model, such as a Swap."""
     if reference is None or isinstance(reference, ReferenceCache):
         return reference
     scored = ReferenceCache()
     with reference as model:
-        scored.score(model, groups, tokens_per_forward, dtype, temperature)
+        scored.score(model, groups, tokens_per_forward, temperature)
     return scored
 
 
 def checkpoint_digest(name: str) -> str:
-    """Identifies the weights of a folder or hub name: SHA-256 of config and safetensors, and of an adapter's base."""
+    """Identifies the weights of a folder or hub name: SHA-256 of config and safetensors, and an adapter's base."""
     patterns = ["*.json", "*model*.safetensors"]
     folder = Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=patterns))
     kind = "adapter_" if (folder / "adapter_config.json").exists() else ""
@@ -360,44 +355,42 @@ def checkpoint_digest(name: str) -> str:
 
 # ---- Log-probs -------------------------------------------------------
 
-def completion_logprobs(model, groups: Groups, tokens_per_forward=16384, dtype="float32", temperature=1.0) -> Ragged:
+def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
 
     Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result.
-    dtype "bfloat16" runs the forwards under autocast. temperature divides the logits, as in sampling.
+    temperature divides the logits, as in sampling.
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
-    core = base_model(model)
+    core = unwrap_model(model)
     check_groups(core, groups)
-    if not hasattr(core, "is_probed"):
-        share_prompts(model, dtype)
+    if core not in PROBED:
+        enable_shared_prompts(model)
     results = {}
     try:
-        for batch, _ in micro_batches(model, groups, tokens_per_forward):
-            with autocast(model, dtype):
-                lay_out = lay_out_shared if is_sharing(core) else lay_out_padded
-                logprobs = forward(core, [groups[i] for i in batch], lay_out, temperature)
-            results.update(zip(batch, logprobs))
+        for indices, _ in micro_batches(model, groups, tokens_per_forward):
+            lay_out = lay_out_shared if has_shared_prompts(core) else lay_out_padded
+            results.update(zip(indices, forward(core, [groups[i] for i in indices], lay_out, temperature)))
     except CannotShare as error:  # seen only in rows longer than the probe's
-        if isinstance(core, FSDPModule):  # the other processes would wait for the forward that failed here
+        if processes()[1] > 1:  # the others would wait for the forward that failed here
             raise BadInput(f"{one_line(error)}: this model cannot be split over processes") from error
+        if isinstance(core, FSDPModule):
+            core.reset_iter_state()  # the error interrupted a forward
         core.set_attn_implementation("sdpa")
         tqdm.write(f"{type(core).__name__}: padded rows from now on, because {error}")
-        return completion_logprobs(model, groups, tokens_per_forward, dtype, temperature)
+        return completion_logprobs(model, groups, tokens_per_forward, temperature)
     return [results[i] for i in range(len(groups))]
 
 
 def check_groups(core, groups: Groups):
     """Refuses what the model cannot score."""
     context = context_length(core.config)
-    vocabulary = core.get_input_embeddings().weight.shape[0]
+    vocabulary = len(core.get_input_embeddings().weight)
     for prompt, completions in groups:
         if not prompt or not completions or not all(completions):
             raise BadInput("a prompt or completion without tokens has no log-prob: leave it out")
         length = len(prompt) + max(map(len, completions))
-        highest = max(map(max, (prompt, *completions)))
-        if length > context or highest >= vocabulary:
-            raise BadInput(f"a row of {length} tokens with ids up to {highest} is outside the model: it has {context} "
-                           f"positions and {vocabulary} embeddings")
+        if length > context or max(map(max, (prompt, *completions))) >= vocabulary:
+            raise BadInput(f"a row of {length} tokens: the model has {context} positions, {vocabulary} embeddings")
 
 
 def forward(core, groups: Groups, lay_out: Callable, temperature=1.0) -> Ragged:
@@ -411,25 +404,58 @@ def _flat_logprobs(core, inputs: dict, sources, targets, temperature: float) -> 
     """sources, targets (N,): where each completion token is predicted, and its id -> its log-prob, (N,)."""
     decoder = core.get_decoder()
     outputs = decoder(**inputs, use_cache=False)
+    hidden = outputs[0].flatten(0, 1).index_select(0, sources)  # (N, H): only positions that predict
+    outputs = replace(outputs, last_hidden_state=None)  # frees the others
 
     def token_logprobs(hidden, targets):
-        """(n, H), (n,) -> (n,). What the model does after its decoder (head, scale, softcap) is its own forward."""
+        """(n, H), (n,) -> (n,). What follows the decoder (head, scale, softcap) is the model's own code."""
         decoder.forward = lambda *_, **__: replace(outputs, last_hidden_state=hidden[None])
         try:
-            logits = core.forward(inputs["input_ids"], use_cache=False).logits.flatten(0, 1).float()
+            logits = core.forward(inputs["input_ids"], use_cache=False).logits.flatten(0, 1).float()  # (n, V)
         finally:
             del decoder.forward
         logits = logits / temperature if temperature != 1 else logits  # each pass over (n, V) counts
         return -F.cross_entropy(logits, targets, reduction="none")
 
-    hidden = outputs[0].flatten(0, 1).index_select(0, sources)  # (N, H): positions that predict a completion token
-    bytes_per_token = 4 * len(core.get_input_embeddings().weight)
-    budget = HEAD_BYTES if hidden.is_cuda else HEAD_BYTES // 2  # 64 MiB is best on a CPU
-    chunk_size = max(1, budget // bytes_per_token)
-    if len(hidden) * bytes_per_token > HEAD_BYTES:  # the backward recomputes the logits of one chunk at a time
-        token_logprobs = partial(checkpoint, token_logprobs, use_reentrant=False)
-    chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
-    return torch.cat([token_logprobs(*chunk) for chunk in chunks])
+    budget = HEAD_BYTES if hidden.is_cuda else HEAD_BYTES // 16  # 64 MiB is best on a CPU
+    chunk_size = max(1, budget // (4 * len(core.get_input_embeddings().weight)))
+    if len(hidden) <= chunk_size:
+        return token_logprobs(hidden, targets)
+    outside = set(core.modules()) - set(decoder.modules())
+    weights = [weight for module in outside for weight in module.parameters(recurse=False) if weight.requires_grad]
+    return InChunks.apply(token_logprobs, chunk_size, hidden, targets, *weights)
+
+
+class InChunks(torch.autograd.Function):
+    """token_logprobs of a few rows at a time: the backward computes the logits of each chunk again. It sums the
+    gradients of the weights in float32: in bfloat16 200 chunks have five times the rounding error of one."""
+
+    @staticmethod
+    def forward(ctx, token_logprobs, chunk_size, hidden, targets, *weights):
+        ctx.token_logprobs, ctx.chunk_size, ctx.weights = token_logprobs, chunk_size, weights
+        ctx.save_for_backward(hidden, targets)
+        chunks = zip(hidden.split(chunk_size), targets.split(chunk_size))
+        return torch.cat([token_logprobs(*chunk) for chunk in chunks])
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, targets = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.weights]
+        for start in range(0, len(hidden), ctx.chunk_size):
+            rows = slice(start, start + ctx.chunk_size)
+            with torch.enable_grad():
+                chunk = hidden[rows].detach().requires_grad_()
+                logprobs = ctx.token_logprobs(chunk, targets[rows])
+            inputs = (chunk, *ctx.weights)
+            grad_hidden[rows], *grads = torch.autograd.grad(logprobs, inputs, grad[rows], materialize_grads=True)
+            for total, part in zip(sums, grads):
+                total += part
+        return None, None, grad_hidden, None, *(total.to(weight.dtype) for total, weight in zip(sums, ctx.weights))
+
+
+def count_tokens(groups: Groups) -> int:
+    return sum(len(prompt) + sum(map(len, completions)) for prompt, completions in groups)
 
 
 def ragged(flat: torch.Tensor, groups: Groups) -> Ragged:
@@ -445,8 +471,8 @@ def sum_tokens(values: Ragged) -> torch.Tensor:
 
 
 def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp: tuple | None = None) -> Ragged:
-    """log π − log π_ref of each token. logps: from completion_logprobs for these groups; ref_logps[prompt, y]: the
-    reference's (None: all 0). clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
+    """log π − log π_ref of each token. logps: of these groups; ref_logps[prompt, y]: the reference's (None: all 0).
+    clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
     ratios = torch.cat([y for completions in logps for y in completions])  # (N,)
     if ref_logps is not None:
         flat = np.concatenate([ref_logps[prompt, y] for prompt, completions in groups for y in completions])
@@ -458,30 +484,29 @@ def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp: 
 
 def check_agreement(difference: float, dtype: str):
     """Before the first update log π − log π_ref, the mean over tokens, is 0 up to rounding, or BadInput is raised."""
-    print(f"step 0: policy and reference differ by {difference:.1e} nats per token")
+    print(f"before the first update policy and reference differ by {difference:.1e} nats per token")
     limit = 1e-4
     if dtype == "bfloat16":
         limit = 1e-2 if processes()[1] == 1 else 3e-2  # other batches round differently
     if not difference < limit:
-        raise BadInput(f"step 0: policy and reference are one model but differ by {difference:.2g} nats per token: "
-                       "the cache is another model's (delete it), or forwards are inexact (try --dtype float32)")
+        raise BadInput(f"policy and reference differ by {difference:.2g} nats per token: delete the cache, which may be "
+                       "another model's, or try --dtype float32")
 
 
 def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=1) -> list[tuple[list[int], int]]:
     """This process's forwards of at most tokens_per_forward tokens, longest first (a longer group goes alone): indices
     of groups, and 1. FSDP needs equally many forwards in all processes: one without work runs group 0, counted 0 times.
     """
-    if is_sharing(model):
-        rows = None
-        lengths = [len(prompt) + sum(map(len, completions)) for prompt, completions in groups]
-    else:
+    rows = None
+    lengths = [count_tokens([group]) for group in groups]
+    if not has_shared_prompts(model):
         rows = [len(completions) for _, completions in groups]
         lengths = [len(prompt) + max(map(len, completions)) for prompt, completions in groups]
-    batches = share_out(partial(pack, lengths, rows=rows), tokens_per_forward, rank, ranks)
+    batches = divide_batches(partial(pack, lengths, rows=rows), tokens_per_forward, rank, ranks)
     return [(batch, 1) if batch else ([0], 0) for batch in batches]
 
 
-def share_out(pack_into: Callable, budget: int, rank: int, ranks: int) -> list[list[int]]:
+def divide_batches(pack_into: Callable, budget: int, rank: int, ranks: int) -> list[list[int]]:
     """This process's part of pack_into(budget). The number of batches is rounded up to a multiple of `ranks`; the
     smallest budget with no more batches makes them equally full. Needs no communication."""
     n = math.ceil(len(pack_into(budget)) / ranks) * ranks
@@ -496,11 +521,11 @@ def pack(lengths: list[int], budget: int, rows: list[int] | None = None) -> list
     """Indices of items in batches of at most `budget` tokens, longest first. An item is a segment of a flat row or,
     with `rows`, that many rows, padded to the longest row of their batch."""
     batches = []
-    load = math.inf  # tokens in the last batch
+    load = 0  # tokens in the last batch
     longest = 0  # the first item of a batch is its longest
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         size = rows[i] * longest if rows else lengths[i]
-        if load + size > budget:
+        if not batches or load + size > budget:
             batches.append([])
             load = 0
             longest = lengths[i]
@@ -510,32 +535,28 @@ def pack(lengths: list[int], budget: int, rows: list[int] | None = None) -> list
     return batches
 
 
-def base_model(model):
+def unwrap_model(model):
     """The Hugging Face model itself, also under a peft wrapper, whose adapters lie inside the model's layers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def autocast(model, dtype: str):
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == "bfloat16")  # weights stay as they are
-
-
 @contextmanager
 def eval_mode(model):
-    """Outside training steps: no dropout, and no gradient checkpointing, which would ignore a key-value cache."""
-    before = {module: module.training for module in model.modules()}
+    """Without dropout and gradient checkpointing, which would ignore a key-value cache."""
+    was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        for module, training in before.items():
-            module.training = training
+        model.train(was_training)
 
 
 def context_length(config) -> float:
     """Tokens of the longest row whose log-probs do not depend on what else is in the batch."""
     config = config.get_text_config()
     ropes = getattr(config, "rope_parameters", None) or {}
-    bounds = [getattr(config, "max_position_embeddings", None)]
+    names = ("max_position_embeddings", "index_topk", "keep_window_size")  # the last two: longer rows are sparse
+    bounds = [getattr(config, name, None) for name in names]
     for rope in (ropes, *ropes.values()):
         if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):  # others rotate all rows alike
             bounds.append(rope.get("original_max_position_embeddings"))
@@ -543,60 +564,80 @@ def context_length(config) -> float:
 
 
 def progress_bar(*items, **options) -> tqdm:
-    """tqdm. Bars within another one leave no line; without a terminal there is a line every 30 s."""
-    if not sys.stderr.isatty():
-        options |= {"file": Lines(), "mininterval": 30, "maxinterval": 30, "delay": 30}
-    return tqdm(*items, leave=None, **options)
-
-
-class Lines:
-    """A file for tqdm, where each state of a bar is a line."""
-
-    def write(self, text):
-        if text.strip():
-            print(text.strip(), file=sys.stderr)
-
-    def flush(self):
-        sys.stderr.flush()
-
-
-def out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)  # on a CPU
+    """tqdm in the first process. Inner bars leave no line; without a terminal they move every 30 s."""
+    seconds = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=30, disable=processes()[0] > 0, **options)
 
 
 def one_line(error: BaseException) -> str:
     """An error message for use within another."""
     text = " ".join(str(error).split())[:200]
-    if isinstance(error, (BadInput, CannotShare)):
-        return text
-    return f"{type(error).__name__} {text}"
+    return text if isinstance(error, BadInput) else f"{type(error).__name__} {text}"
 
 
 # ---- Several processes (torchrun): FSDP2 splits the weights ----------
+
+@contextmanager
+def process_group():
+    """Joins the processes of torchrun, and leaves them at the end."""
+    warnings.filterwarnings("ignore", "torch.distributed is")
+    was_there = dist.is_initialized()
+    if "RANK" in os.environ and not was_there:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+    yield
+    if dist.is_initialized() and not was_there:  # not after an error, when other processes may hang
+        dist.destroy_process_group()
+
 
 def processes() -> tuple[int, int]:
     """This process's rank, and how many there are."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def shard(model, mesh, dtype="float32"):
-    """Splits the weights over a mesh, layer by layer (fully_shard). Gradients are sums, not means: divide a loss by the
-    global batch size. dtype: of later forwards. With bfloat16, layers are gathered in bfloat16, because autocast would
-    keep a copy of every layer; their inputs stay float32."""
-    core = base_model(model)
+def shard(model, device: str, dtype="float32"):
+    """Splits the weights over the processes (FSDP2), also over a single one: with dtype "bfloat16" each layer computes
+    in a bfloat16 copy, while the optimizer's weights and the sums of gradients stay float32. Gradients are sums over
+    the processes: divide a loss by the global batch size."""
+    if not dist.is_initialized():
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+    core = unwrap_model(model)
     layers = [m for m in core.modules() if m is core or type(m).__name__ in core._no_split_modules]
-    half = torch.bfloat16 if dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(torch.bfloat16 if dtype == "bfloat16" else None, torch.float32)
     for module in reversed(layers):  # the model last
-        policy = MixedPrecisionPolicy(half if module is not core else None, torch.float32, cast_forward_inputs=False)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # parameters() are always shards
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        if mesh.size() > 1:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
     core.flat_logprobs = MethodType(_flat_logprobs, core)  # called directly, decoder and head see only shards
     register_fsdp_forward_method(core, "flat_logprobs")
 
 
+@contextmanager
+def unsharded(model):
+    """Keeps whole weights on every GPU: else each generated token would gather them again."""
+    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in parts:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in parts:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
+
+
+def barrier():
+    """Waits for the other processes."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
 def all_gather(mine) -> list:
-    """All-gather of a Python object: the list of all processes' `mine`, by rank."""
+    """The list of all processes' `mine`, any Python object, by rank."""
     everyone = [mine] * processes()[1]
     if dist.is_initialized():
         dist.all_gather_object(everyone, mine)
@@ -611,7 +652,7 @@ def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor of a sharded one. All processes must call this together."""
+    """Of a sharded tensor. All processes must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -622,98 +663,81 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 # ---- What a model can do: found out once, when it is loaded ----------
 
-def share_prompts(model, dtype: str = "float32") -> bool:
-    """Switches this model's attention so that completions share their prompt, if that is exact. Prints the result.
-    Called once per model, by completion_logprobs if not by you. `dtype`: of later forwards. Raises BadInput for a model
-    whose log-probs cannot be computed here."""
-    core = base_model(model)
+def enable_shared_prompts(model) -> bool:
+    """Switches this model's attention so that completions share their prompt, if that is exact, and prints the result.
+    completion_logprobs calls it if you did not. Raises BadInput for a model whose log-probs cannot be computed here."""
+    core = unwrap_model(model)
     name = type(core).__name__.removeprefix("FSDP")
-    dtypes = {dtype} if isinstance(core, FSDPModule) else {"float32", dtype}  # the CUDA kernel serves 16 bits only
-    own_attention = attention_without_sharing(core)
+    own_attention = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
+    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
+        own_attention = own_attention.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
     core.set_attn_implementation(own_attention)
-    problem = problem_of(check_padded, core, dtypes)
-    if problem:
-        raise BadInput(f"{name} is not supported: {problem}")
-    problem = problem_of(share, core, dtypes)
-    if problem:
+    is_supported = False
+    problem = ""
+    try:
+        with torch.no_grad(), eval_mode(core):
+            check_padded(core)
+            is_supported = True
+            switch_attention(core)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # no such keyword, no sdpa, another mask
+        if isinstance(core, FSDPModule):
+            core.reset_iter_state()  # the error interrupted a forward
         core.set_attn_implementation(own_attention)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        problem = one_line(error)
+        if not is_supported:
+            raise BadInput(f"{name} is not supported: {problem}") from error
     print(f"{name}: " + (f"padded rows: {problem}" if problem else "completions share their prompt"))
-    core.is_probed = True
+    PROBED.add(core)
     return not problem
 
 
-def problem_of(check: Callable, core, dtypes: set[str]) -> str:
-    """What this check, or the model in it, raises: no such keyword, no sdpa, another mask, .."""
-    try:
-        with torch.no_grad(), eval_mode(core):
-            check(core, dtypes)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(core, FSDPModule):
-            core.reset_iter_state()  # the error interrupted a forward
-        if out_of_memory(error):
-            core.set_attn_implementation(attention_without_sharing(core))
-            raise
-        return one_line(error)
-    return ""
-
-
-def attention_without_sharing(core) -> str:
-    """The name of the model's own attention."""
-    name = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
-    if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
-        name = name.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
-    return name
-
-
-def check_padded(core, dtypes: set[str]):
+def check_padded(core):
     """Padded rows must give the log-probs of one forward per sequence, also if that ends earlier."""
-    dtype = "float32" if "float32" in dtypes else "bfloat16"
-    limit = 1e-3 if core.dtype == torch.float32 and dtype == "float32" else 0.25
-    error = probe(core, lay_out_padded, dtype, cut=True)
-    if not error < limit:  # `not <` also catches NaN
+    error, dtype = probe(core, lay_out_padded, cut=True)
+    if not error < (1e-3 if dtype == torch.float32 else 0.25):  # `not <` also catches NaN
         raise BadInput(f"later tokens change log-probs by {error:.2g} nats: no causal language model, or NaN weights")
 
 
-def share(core, dtypes: set[str]):
-    """Switches the attention. A flat row must give the log-probs of one forward per sequence, and a row without spans
-    must clearly differ."""
+def switch_attention(core):
+    """Switches to attention with shared prompts. A flat row must give the log-probs of one forward per sequence, and a
+    row without spans must clearly differ."""
     layers = set(getattr(core.config.get_text_config(), "layer_types", None) or ())
     if core._is_stateful or not layers <= {"full_attention", "sliding_attention"}:
         raise CannotShare("recurrent, convolutional or chunked layers would mix completions")
     core.set_attn_implementation(SHARED)  # stays on: gradient checkpointing reruns it in the backward pass
-    for dtype in dtypes:
-        shared = probe(core, lay_out_shared, dtype)
-        blind = probe(core, partial(lay_out_shared, blind=True), dtype)
-        limit, ratio = (1e-4, 20) if core.dtype == torch.float32 and dtype == "float32" else (0.25, 3)
-        if not (shared < limit and shared < blind / ratio):  # `not` also catches NaN
-            raise CannotShare(f"a shared prompt changes log-probs by {shared:.2g} nats (blind: {blind:.2g})")
+    shared, dtype = probe(core, lay_out_shared)
+    blind, _ = probe(core, partial(lay_out_shared, blind=True))
+    limit, ratio = (1e-4, 20) if dtype == torch.float32 else (0.25, 3)
+    if not (shared < limit and shared < blind / ratio):  # `not` also catches NaN
+        raise CannotShare(f"a shared prompt changes log-probs by {shared:.2g} nats (blind: {blind:.2g})")
 
 
-def is_sharing(model) -> bool:
-    return base_model(model).config._attn_implementation == SHARED
+def has_shared_prompts(model) -> bool:
+    return unwrap_model(model).config._attn_implementation == SHARED
 
 
-def probe(core, lay_out: Callable, dtype: str, cut=False) -> float:
-    """Largest difference, in nats, between log-probs in this layout and those of one forward per sequence. With `cut`
-    that forward ends earlier, which must change nothing."""
+def probe(core, lay_out: Callable, cut=False) -> tuple[float, torch.dtype]:
+    """Largest difference, in nats, between log-probs in this layout and those of one forward per sequence, and the
+    dtype of the forwards. With `cut` a sequence ends earlier, which must change nothing."""
     ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 96).long().tolist()
     prompt, first, second = tuple(ids[::3]), tuple(ids[1::3]), tuple(ids[2::3][:5])  # 32, 32 and 5 tokens
     errors = []
-    with autocast(core, dtype):
-        (logprobs,) = forward(core, [(prompt, [first, second])], lay_out)
-        for y, y_logprobs in zip((first, second), logprobs):
-            y = y[:len(y) // 2] if cut else y
-            logits = core(input_ids=torch.tensor([prompt + y], device=core.device), use_cache=False).logits.float()
-            all_logprobs = logits[0, len(prompt) - 1:-1].log_softmax(-1)  # (|y|, V)
-            errors.append((y_logprobs[:len(y)] - all_logprobs[range(len(y)), y]).abs().max())
-    return torch.stack(errors).max().item()
+    (logprobs,) = forward(core, [(prompt, [first, second])], lay_out)
+    for y, y_logprobs in zip((first, second), logprobs):
+        y = y[:len(y) // 2] if cut else y
+        logits = core(input_ids=torch.tensor([prompt + y], device=core.device), use_cache=False).logits
+        all_logprobs = logits[0, len(prompt) - 1:-1].float().log_softmax(-1)  # (|y|, V)
+        errors.append((y_logprobs[:len(y)] - all_logprobs[range(len(y)), y]).abs().max())
+    return torch.stack(errors).max().item(), logits.dtype
 
 
 # ---- Shared prompts: one flat row per forward, without padding -------
 
 def shared_prompt_attention(module, query, key, value, attention_mask, spans=None, sliding_window=None, **kwargs):
     """Attention over a flat row: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D).
-    A span is the queries of one completion (a group's first: of prompt + completion). Its keys: [prompt ; own]."""
+    A span is the queries of one completion (the first: of prompt + completion). Its keys: [prompt ; own]."""
     if spans is None:  # an ordinary batch, as in generate()
         return sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
     if attention_mask is not None and not sliding_window:
@@ -721,7 +745,6 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
     if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise CannotShare(f"{type(module).__name__} has softcapped scores, attention sinks or a position bias")
     keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k = spans
-    query, key = query.to(value.dtype), key.to(value.dtype)  # under autocast rotary embeddings return float32
     if keys is not None:
         key, value = (x.index_select(2, keys) for x in (key, value))  # (1, key heads, T_k, D)
     if one_kernel_serves(query, value) and not kwargs.get("dropout"):
@@ -742,8 +765,8 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
 
 
 def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
-    """transformers' mask. The ones of lay_out_shared (stride 0) are not searched for zeros, which would wait for the
-    GPU, and windows make no (T, T) mask."""
+    """transformers' mask, but the ones of lay_out_shared (stride 0) are not searched for zeros, which would wait for
+    the GPU, and windows make no (T, T) mask."""
     ones = attention_mask is not None and attention_mask.stride(-1) == 0
     if ones and local_size:
         return attention_mask[:, None, None]  # (1, 1, 1, T): a layer that is not told its window is refused
@@ -751,7 +774,7 @@ def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
 
 
 def one_kernel_serves(query, value) -> bool:
-    """Whether one varlen_attn call can serve all spans. On CUDA a loop over spans is bound by kernel launches."""
+    """Whether one varlen_attn call can serve all spans. A loop over them is bound by kernel launches on CUDA."""
     size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
             and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
@@ -763,35 +786,35 @@ AttentionMaskInterface.register(SHARED, shared_prompt_mask)
 
 def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
     """Copies a CPU tensor, to a GPU without waiting for its kernels."""
-    on_gpu = torch.device(device).type == "cuda"
-    return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor.to(device)
+    if torch.device(device).type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """Groups -> the inputs of one flat row, and per completion token (N,) the place in the row that predicts it, and
     its id. `blind` leaves the spans out, so attention treats the row as one sequence. Only the probe uses it."""
-    ids, positions = [], []
-    sources, targets = [], []
-    keys = []
+    ids, targets = [], []
+    positions, sources, keys = [], [], []  # arrays, joined below
     query_ends, key_ends = [0], [0]
     for prompt, completions in groups:
-        before = range(len(ids), len(ids) + len(prompt))
+        before = np.arange(len(ids), len(ids) + len(prompt))
         ids += prompt
-        positions += range(len(prompt))
+        positions.append(np.arange(len(prompt)))
         for y in completions:
-            own = range(len(ids), len(ids) + len(y))
+            own = np.arange(len(ids), len(ids) + len(y))
             ids += y
-            positions += range(len(prompt), len(prompt) + len(y))
-            sources += [before[-1], *own[:-1]]  # the shift by one: the token before predicts it
             targets += y
-            keys += [*before, *own]
+            positions.append(np.arange(len(prompt), len(prompt) + len(y)))
+            sources += [before[-1:], own[:-1]]  # the shift by one: the token before predicts it
+            keys += [before, own]
             query_ends.append(len(ids))  # the first completion simply continues its prompt
-            key_ends.append(len(keys))
+            key_ends.append(key_ends[-1] + len(prompt) + len(y))
     sizes_q, sizes_k = np.diff(query_ends).tolist(), np.diff(key_ends).tolist()  # on the CPU: no GPU sync
     cu_seq_q, cu_seq_k = to_device(torch.tensor([query_ends, key_ends], dtype=torch.int32), device)  # (spans + 1,)
-    keys = to_device(torch.tensor(keys), device) if len(keys) > len(ids) else None  # (T_k,); None: the keys are the row
-    ids, positions = to_device(torch.tensor([ids, positions]), device)  # (T,)
-    sources, targets = to_device(torch.tensor([sources, targets]), device)  # (N,)
+    ids, positions = to_device(torch.from_numpy(np.stack([ids, np.concatenate(positions)])), device)  # (T,)
+    sources, targets = to_device(torch.from_numpy(np.stack([np.concatenate(sources), targets])), device)  # (N,)
+    keys = to_device(torch.from_numpy(np.concatenate(keys)), device) if len(ids) < key_ends[-1] else None  # (T_k,)
     # without an all-ones mask, transformers treats restarting positions as packed sequences and masks the prompts
     ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(ids))
     spans = None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)
@@ -799,7 +822,7 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
 
 
 def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """The same as an ordinary right-padded batch, a row per completion: exact for every causal model."""
+    """The same as a right-padded batch, a row per completion: exact for every causal model."""
     rows = [torch.tensor(prompt + y) for prompt, completions in groups for y in completions]
     ids = to_device(pad_sequence(rows, batch_first=True, padding_value=-1), device)
     sources, targets = [], []

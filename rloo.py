@@ -27,13 +27,14 @@ import importlib
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -42,16 +43,13 @@ from typing import Callable, Iterator, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import tyro
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, DynamicLayer,
     TopKLogitsWarper, TopPLogitsWarper)
@@ -59,9 +57,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from refcache import (
-    BadInput, Swap, all_gather, all_reduce, autocast, base_model, check_agreement, checkpoint_digest,
-    completion_logprobs, context_length, full_tensor, is_sharing, micro_batches, pack, processes, progress_bar, shard,
-    share_out, share_prompts, write_whole)
+    BadInput, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
+    context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts, micro_batches, pack,
+    process_group, processes, progress_bar, shard, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -97,7 +95,7 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or layer names, as a regular expression
+    lora_target: str = "all-linear"  # or layer names (q_proj,v_proj), or a regular expression
 
     k: int = 4  # samples per prompt; TRL's num_generations
     beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
@@ -112,19 +110,19 @@ class Args:
     epochs: float = 1.0  # passes over the data
     steps: int | None = None  # rollouts; None: from epochs; 0: only evaluate
     batch_size: int = 8  # prompts per step
-    lr: float = 1e-6  # peak learning rate
+    lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    warmup: float = 0.1  # share of steps in which lr rises
+    warmup: float = 0.1  # fraction of steps in which lr rises
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA. Weights are float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA; what trains: float32
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     rollout_tokens: int = 65536  # places in the key-value cache; memory and speed only, never the result
     gradient_checkpointing: bool = False  # memory and speed only, never the result
 
-    save_every: int = 50  # steps between checkpoints, from which a killed run resumes
+    save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     wandb: str | None = None  # project that gets the metrics
@@ -174,7 +172,7 @@ class Samples(NamedTuple):
 
 def token_logprobs(model, groups: list, T: int, args: Args) -> torch.Tensor:
     """log π of each token of these samples, (b, k, T), 0 after the end."""
-    logps = completion_logprobs(model, groups, args.tokens_per_forward, args.dtype, args.temperature)
+    logps = completion_logprobs(model, groups, temperature=args.temperature)
     return torch.stack([torch.stack([F.pad(y, (0, T - len(y))) for y in completions]) for completions in logps])
 
 
@@ -253,16 +251,15 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
 
 # ---- Training --------------------------------------------------------
 
+@process_group()
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
-    device = start_processes()
-    args = resolve(args, device)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.k < 2:
         raise BadInput("--k must be at least 2")
-    room = context_length(AutoConfig.from_pretrained(base_of(args.model))) - args.max_new_tokens
-    args = replace(args, max_length=min(args.max_length, room))
+    args = resolve(args, new_tokens=args.max_new_tokens)
     out = Path(args.out)
-    lock = open_folder(out, args)  # until this function returns
+    lock = lock_folder(out, args)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
@@ -271,31 +268,31 @@ def main(args: Args) -> list[dict]:
     functions = load_rewards(device, args)
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
+    run = describe_run(train_rows, eval_rows, args.reward, args)
 
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
     check_sampler(policy, tokenizer, args)
     reference = load_reference(policy, device, args) if args.beta else None
-    trained = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=args.weight_decay, fused=True)  # lr is set in the loop
-
-    state = {"training": training_state(policy, optimizer)}  # what a checkpoint holds
+    weights = [weight for weight in policy.parameters() if weight.requires_grad]
+    decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
+    others = {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0}  # norms and biases
+    optimizer = torch.optim.AdamW([decaying, others], lr=0.0, fused=True)  # lr is set in the loop
+    state = {"training": init_training_state(policy, optimizer)}  # what a checkpoint holds
     if args.sync_reference and reference:
         state["reference"] = reference
-    run = describe_run(train_rows, checkpoint_digest(args.model), args)
     last_step = restore_checkpoint(out, run, state)
     if last_step == 0:
         values = {"step": 0}
         values |= evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
         log(out, values, args)
     if steps == 0:
-        all_gather(None)  # the first process has written
+        barrier()  # the first process has written
         return report(out)
 
-    tokens = 0
-    began = time.monotonic()
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
+        began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
@@ -332,24 +329,22 @@ def main(args: Args) -> list[dict]:
                 check_agreement((ratios / lengths).abs().mean().item(), args.dtype)
         if args.sync_reference and reference and step % args.sync_reference == 0:
             reference.sync(args.sync_mix)
+        values["seconds"] = time.monotonic() - began
+        values["tokens_per_second"] = count_tokens(samples.groups) / values["seconds"]
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
         log(out, values, args)
         if args.model_every and step % args.model_every == 0:
             save_model(policy, tokenizer, out / f"model-{step}")
-        if step == steps or step % args.save_every == 0:
+        if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
-        tokens += sum(len(row.prompt) for row in rows) + samples.mask.sum().item()
-        speed = tokens / (time.monotonic() - began)
-        progress.set_postfix_str(f"reward {values['reward']:.3f}, {speed:.0f} tokens/s", refresh=False)
+        progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} × {args.k} samples; the model is in {out / 'model'}")
-    history = report(out)
-    if all(values["frac_reward_zero_std"] == 1 for values in history[1:]):
-        print("All samples of a prompt always had equal rewards: nothing was learned.")
-    return history
+    lock.release()
+    return report(out)
 
 
 # ---- Sampling --------------------------------------------------------
@@ -359,19 +354,19 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     """y_1 .. y_k ~ π(·|x) of (1) for each prompt. Token t of sample i of prompt b is drawn with the uniform number
     u[b, i, t], a function of (seed, step): batching changes no sample."""
     u = torch.from_numpy(generator(args.seed, "rollout", step).random((len(prompts), k, args.max_new_tokens)))
-    stops = stop_tokens(base_model(policy), tokenizer)
+    stops = stop_tokens(unwrap_model(policy), tokenizer)
 
     def batches(budget):
-        if not is_sharing(policy):
+        if not has_shared_prompts(policy):
             return [[i] for i in range(len(prompts))]  # padding could change samples
         return pack([len(prompt) + args.max_new_tokens for prompt in prompts], budget, [k] * len(prompts))
 
     drawn = {}  # index of a prompt -> k samples
-    with unsharded(policy), autocast(policy, args.dtype):
-        for batch in progress_bar(share_out(batches, args.rollout_tokens, *processes()), desc="sample", unit="batch"):
+    with unsharded(policy):
+        for batch in progress_bar(divide_batches(batches, args.rollout_tokens, *processes()), desc="sample", unit="batch"):
             if batch:
                 batch_prompts = [prompts[i] for i in batch]
-                drawn |= zip(batch, decode(base_model(policy), batch_prompts, u[batch].to(policy.device), stops, args))
+                drawn |= zip(batch, decode(unwrap_model(policy), batch_prompts, u[batch].to(policy.device), stops, args))
     drawn = {i: samples for part in all_gather(drawn) for i, samples in part.items()}
     drawn = [drawn[i] for i in range(len(prompts))]
 
@@ -385,19 +380,6 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
         logp=torch.tensor([[sample.logp for sample in samples] for samples in drawn]),
         entropy=torch.tensor([[sample.entropy for sample in samples] for samples in drawn]),
     )
-
-
-@contextmanager
-def unsharded(model):
-    """Keeps whole weights on every GPU: else each token would gather them again."""
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in parts:
-        module.set_reshard_after_forward(False, recurse=False)
-        module.unshard()
-    yield
-    for module in parts:
-        module.set_reshard_after_forward(True, recurse=False)
-        module.reshard()
 
 
 class GrowingLayer(DynamicLayer):
@@ -425,7 +407,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     B, k, T = u.shape
     device = core.device
     stops = torch.tensor(stops, dtype=torch.long, device=device)
-    share = is_sharing(core)
+    share = has_shared_prompts(core)
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(device)  # (B, longest)
     mask = (ids >= 0).long()
     ids = ids.clamp(min=0)
@@ -493,9 +475,8 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_
 
 
 def check_sampler(policy, tokenizer, args: Args):
-    """Refuses a model whose log-probs change with a key-value cache. In float32 if all weights are."""
-    is_half = dist.is_initialized() or any(weight.dtype == torch.bfloat16 for weight in policy.parameters())
-    args = replace(args, dtype=args.dtype if is_half else "float32", max_new_tokens=8)
+    """Refuses a model whose log-probs change with a key-value cache."""
+    args = replace(args, max_new_tokens=8)
     ids = torch.linspace(1, policy.config.get_text_config().vocab_size - 1, 13).long().tolist()
     samples = rollout(policy, tokenizer, [tuple(ids[:8]), tuple(ids[8:])], 2, 0, args)
     with torch.no_grad():
@@ -771,45 +752,45 @@ def load_tokenizer(name: str, ref_name: str | None = None):
     """The tokenizer of a checkpoint or of its base. Refuses a reference with another one."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
-    if ref_name not in (None, name) and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
+    if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
         raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
     return tokenizer
 
 
 def stop_tokens(core, tokenizer) -> list[int]:
-    """The ids that end a completion, of tokenizer and model."""
+    """The ids that end a completion."""
     stops = core.generation_config.eos_token_id
     stops = stops if isinstance(stops, list) else [stops]
     return sorted({tokenizer.eos_token_id, *stops} - {None})
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio."""
+    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio.
+    Frozen weights have the dtype of forwards; those that train are float32, and sharded where that is bfloat16."""
     base = base_of(name)
-    model = load_checkpoint(AutoModelForCausalLM, base).requires_grad_(trains and base == name)
-    stored_dtype = model.dtype
+    trains_all = trains and base == name and not args.lora_r
+    model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
+    model.requires_grad_(trains_all)
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)
-    if dist.is_initialized():
-        shard(model, dist.init_device_mesh(device, (dist.get_world_size(),)), args.dtype)
-    model.eval().to(device).float()
+    is_sharded = processes()[1] > 1 or (trains and args.dtype == "bfloat16")
+    if is_sharded:
+        shard(model, device, args.dtype)
+    model.eval().to(device)
+    if trains_all:
+        model.float()
     if trains and args.gradient_checkpointing:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    share_prompts(model, args.dtype)
-    if args.dtype == "bfloat16" and stored_dtype == torch.bfloat16 and not dist.is_initialized():
-        embeddings = base_model(model).get_input_embeddings().weight  # they stay float32, also as a tied head
-        for module in model.modules():
-            if type(module) is torch.nn.Linear and not module.weight.requires_grad and module.weight is not embeddings:
-                module.weight.data = module.weight.data.bfloat16()  # as autocast would in every forward
+                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    enable_shared_prompts(model)
     return model
 
 
-def load_checkpoint(kind, name: str):
-    """A model of a transformers class, with all its weights."""
+def load_checkpoint(kind, name: str, dtype: str = "auto"):
+    """A model of a transformers class, with all its weights. dtype "auto": as stored."""
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
-    model, info = kind.from_pretrained(name, dtype="auto", output_loading_info=True)
+    model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise BadInput(f"{name} has no weights for {min(info['missing_keys'])}")
     return model
@@ -819,28 +800,28 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     peft = optional("peft")
     if folder is None:
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
-                                 target_modules=args.lora_target, task_type="CAUSAL_LM")
+        names = args.lora_target.split(",") if re.fullmatch(r"\w+(,\w+)*", args.lora_target) else args.lora_target
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules=names,
+                                 task_type="CAUSAL_LM")
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
+    if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
+        raise BadInput(f"{folder} changes more than weights: merge it, or choose another")
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
-        if name.endswith(tuple(config.modules_to_save or ())):
+        if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains)
+        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                              autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
     """The reference as a context manager that yields a model: --ref live or swap."""
     if args.ref == "live":
         return nullcontext(load_model(args.ref_model, device, args))
-    if args.ref != "swap":
-        raise BadInput(f"there is no --ref {args.ref}")
-    if args.ref_model == args.model:
-        return Swap(policy)  # the policy as it is now
-    return Swap(policy, load_model(args.ref_model, "cpu", args))
+    return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
 def optional(package: str):
@@ -854,45 +835,31 @@ def optional(package: str):
 def load_function(spec: str) -> Callable:
     """FILE.py:FUNCTION -> the function."""
     file, _, name = spec.rpartition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    functions = runpy.run_path(file) if file else {}  # unlike import, it allows two files of one name
-    if name not in functions:
-        raise BadInput(f"{spec} is not FILE.py:FUNCTION")
-    return functions[name]
+    sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
+    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 
 
-# ---- Processes and flags: the same in dpo.py, kto.py and rloo.py -----
+# ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
-def start_processes() -> str:
-    """Joins the other processes of torchrun. Returns this process's device."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    warnings.filterwarnings("ignore", "torch.distributed is")
-    if "RANK" in os.environ and not dist.is_initialized():
-        if device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()
-    return device
-
-
-def resolve(args, device: str):
-    """Fills in the flags that depend on others."""
+def resolve(args, new_tokens: int = 0):
+    """Checks flags, and fills in those that depend on others. new_tokens: sampled after each row."""
     if args.model is None and args.data is None:
-        for name, value in DEMO.items():
-            if vars(args)[name] == vars(Args)[name]:  # other values are kept
-                args = replace(args, **{name: value})
+        args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
+        torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
         raise BadInput("give both --model and --data, or neither for the demo")
-    moves_reference = args.sync_reference or vars(args).get("humanline")
-    if moves_reference and args.ref != "swap":
-        raise BadInput("--sync_reference and --humanline need --ref swap")
-    is_adapter = base_of(args.model) != args.model
-    if is_adapter and args.lora_r:
+    moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
+    if len(moves) > 1 or (moves and args.ref != "swap"):
+        raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
+    if args.lora_r and base_of(args.model) != args.model:
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
-    if is_adapter or args.lora_r:
-        optional("peft")
     if args.dtype == "auto":
-        args = replace(args, dtype="bfloat16" if device == "cuda" else "float32")
-    return replace(args, ref_model=args.ref_model or args.model)
+        args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
+    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    if args.max_new_tokens >= context:
+        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
+    return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
+                   lr=1e-6 if args.lr is None else args.lr)
 
 
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
@@ -903,14 +870,15 @@ def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
 
 
 @lru_cache(maxsize=2)  # a step may be in two epochs
-def order_of_epoch(epoch: int, rows: int, seed: int) -> list[int]:
-    return generator(seed, "order", epoch).permutation(rows).tolist()
+def order_of_epoch(epoch: int, n_rows: int, seed: int) -> list[int]:
+    return generator(seed, "order", epoch).permutation(n_rows).tolist()
 
 
-def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
-    """The rows of a step. Each epoch is a new permutation of all rows."""
+def batch_rows(step: int, rows: list, batch_size: int, seed: int, n_steps: int = 1) -> list:
+    """The rows of a step, or of n_steps. Each epoch is a new permutation of all rows."""
     batch = []
-    for position in range((step - 1) * batch_size, step * batch_size):
+    start = (step - 1) * batch_size
+    for position in range(start, start + n_steps * batch_size):
         epoch, place = divmod(position, len(rows))
         batch.append(rows[order_of_epoch(epoch, len(rows), seed)[place]])
     return batch
@@ -928,45 +896,56 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def open_folder(out: Path, args) -> FileLock | None:
+def lock_folder(out: Path, args) -> FileLock:
     """Creates and locks the output folder. Refuses that of a running or finished run."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
-    if processes()[0] != 0:
-        return None
     lock = FileLock(out / ".lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise BadInput(f"another run writes into {out}: name another --out") from None
-    if args.wandb:
-        optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
+    if processes()[0] == 0:
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BadInput(f"another run writes into {out}: name another --out") from None
+        write_whole(out / "args.json", [json.dumps(asdict(args), indent=1).encode()])
+        if args.wandb:
+            optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
     return lock
 
 
-def describe_run(rows: list, digest: str, args) -> dict:
-    """What a run and its checkpoint must have in common."""
-    free = "out ref_cache save_every model_every wandb tokens_per_forward rollout_tokens gradient_checkpointing".split()
-    run = {name: value for name, value in asdict(args).items() if name not in free}
-    run |= {"model_digest": digest, "rows_digest": hashlib.sha256(repr(rows).encode()).hexdigest()}
+def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
+    """What a run and its checkpoint must have in common. functions: FILE.py:FUNCTION"""
+    may_change = ("out ref_cache save_every model_every eval_every samples wandb tokens_per_forward rollout_tokens "
+                  "gradient_checkpointing").split()
+    run = {name: value for name, value in asdict(args).items() if name not in may_change}
+    models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
+    run["weights"] = {name: checkpoint_digest(name) for name in models}
+    run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
+    run["rows"] = digest_of(train_rows)
+    run["held-out rows"] = digest_of(eval_rows)
+    for file in (Path(__file__), HERE / "refcache.py"):
+        run[file.name] = digest_of([file.read_bytes()])
     return json.loads(json.dumps(run))  # tuples become lists
 
 
-def training_state(policy, optimizer) -> dict[str, torch.Tensor]:
-    """What a step changes in place: weights that train, and their optimizer state, which is created here."""
-    for weight in policy.parameters():
-        if weight.requires_grad:
-            weight.grad = torch.zeros_like(weight)
-    optimizer.step()  # lr is 0: no weight changes
+def digest_of(items: list) -> str:
+    digest = hashlib.sha256()
+    for item in items:
+        digest.update(repr(item).encode())
+    return digest.hexdigest()
+
+
+def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
+    """What a step changes in place: weights that train, and their optimizer state, created by a step with lr 0."""
+    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
     optimizer.zero_grad()
-    tensors = {}
-    for name, weight in policy.named_parameters():  # tied weights once
-        if weight.requires_grad:
-            tensors[name] = weight.detach()
-            for key, value in optimizer.state[weight].items():
-                tensors[f"optimizer.{name}.{key}"] = value.zero_()
-    return tensors
+    state = {name: weight.detach() for name, weight in weights.items()}
+    for name, weight in weights.items():
+        state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
+    return state
 
 
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
@@ -974,15 +953,13 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     folder = out / f"resume-{step}"
     if processes()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed save
-    if dist.is_initialized():
-        dist.barrier()
+    barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
         write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
-        tqdm.write(f"step {step}: checkpoint in {folder}")
         for older in out.glob("resume-*"):
             if older != folder:
                 shutil.rmtree(older)
@@ -990,15 +967,16 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0."""
-    saved = {"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)}
-    for file in out.glob("resume-*/run.json"):
-        saved = max(saved, json.loads(file.read_text()), key=lambda checkpoint: checkpoint["step"])
+    checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
+    checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
+    saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
     differing = [name for name in run if saved["run"].get(name) != run[name]]
-    if differing:
+    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    if differing != code:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}")
+        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
     if processes()[0] == 0:
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
@@ -1020,12 +998,18 @@ def log(out: Path, values: dict, args):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints held-out metrics before and after. Returns the lines of metrics.jsonl."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Prints held-out metrics and three answers, before and after. Returns the lines of metrics.jsonl."""
+    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
+    first, last = history[0], history[-1]
     print(f"{'held out':29} before   after")
-    for name, after in history[-1].items():
+    for name, after in last.items():
         if name.startswith("eval_"):
-            print(f"{name:28} {history[0][name]:z7.3f} {after:z7.3f}")
+            print(f"{name:28} {first[name]:z7.3f} {after:z7.3f}")
+    held_out = [line for line in samples if line.get("held_out", True)]
+    before, after = ([line for line in held_out if line["step"] == values["step"]] for values in (first, last))
+    for old, new in list(zip(before, after))[:3]:
+        for text in (f"prompt {new['prompt']}", f"before {old['completion']!r}", f"after  {new['completion']!r}"):
+            print(text[:shutil.get_terminal_size().columns])
     return history
 
 
@@ -1035,7 +1019,6 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
-        shutil.rmtree(hidden, ignore_errors=True)
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
         shutil.rmtree(folder, ignore_errors=True)  # of a killed run
@@ -1043,14 +1026,11 @@ def save_model(model, tokenizer, folder: Path):
 
 
 if __name__ == "__main__":
-    stderr = sys.stderr
-    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process speaks
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+    if int(os.environ.get("RANK", 0)):  # under torchrun only the first process prints
+        sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
     except (BadInput, torch.OutOfMemoryError) as error:
         advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        print(f"{Path(__file__).name}: {error}{advice}", file=stderr)
+        print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)
-    finally:
-        sys.stderr = stderr  # for the traceback of any process
