@@ -38,8 +38,9 @@ class Args:
     model: Literal[tuple(SHAPES)] = "Qwen2.5-1.5B"
     config: str | None = None  # a config.json instead
     gpu: Literal[tuple(GPUS)] = "H100"
-    processes: int = 1  # of which one is shown
-    tokens: int = 16384  # of its batch and its forward; rloo: of the prompts
+    processes: int = 1  # of dpo.py; one of them is shown
+    tokens: int = 16384  # of a forward; rloo: of the prompts
+    forwards: int = 1  # of a step
     median: int = 256  # tokens of a prompt, and of an answer
     tiny: bool = False  # does it run?
 
@@ -55,9 +56,9 @@ def load_stored(kind, name, *_, config=None, dtype="auto", output_loading_info=F
     return (model, {"missing_keys": set()}) if output_loading_info else model
 
 
-def passing_probe(core, lay_out, *_, **__) -> float:
-    """The errors of a model whose completions can share a prompt: 0 nats, unless it is blind."""
-    return float(hasattr(lay_out, "keywords"))
+def passing_probe(core, lay_out, **_) -> tuple:
+    """refcache.probe of a model whose completions can share a prompt: its error is 0 nats, unless it is blind."""
+    return float(hasattr(lay_out, "keywords")), torch.float32
 
 
 def random_rows(script, args: Args) -> list:
@@ -66,9 +67,9 @@ def random_rows(script, args: Args) -> list:
     tokens = 0
     while True:
         lengths = args.median * rng.lognormal(0, 0.5, 3).clip(0.1, 4)
-        x, y, z = ((len(rows) + 2,) * int(length) for length in lengths)
+        x, y, z = ((len(rows) + i,) * int(length) for i, length in enumerate(lengths))
         tokens += len(x) if script is rloo else len(x + y + z)
-        if tokens > args.tokens:
+        if tokens > args.tokens * args.forwards * args.processes:
             return rows
         if script is dpo:
             rows.append(dpo.Row(x, y, z, 0.0, 0.0, {}))
@@ -94,9 +95,11 @@ def run(args: Args, flags: list[str]) -> list[tuple]:
     """Returns [(phase, what FakeGPU.measure() found), ..]"""
     if "--lora_r" in flags:
         import peft  # noqa: F401  while there is no GPU
-    if args.processes > 1:
-        dist.init_process_group("fake", rank=0, world_size=args.processes, store=FakeStore())
+    init_process_group = dist.init_process_group
     with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()),
+          contextlib.redirect_stderr(io.StringIO()),
+          patch.object(dist, "init_process_group", lambda **_: init_process_group(
+              "fake", rank=0, world_size=args.processes, store=FakeStore())),
           patch.object(PreTrainedModel, "from_pretrained", classmethod(load_stored))):
         make_folder(args, folder)
         return (run_trl if args.what == "trl" else run_script)(args, flags, folder)
@@ -126,16 +129,17 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
         if "step" not in dict(found):
             found.append(("step", step.enter_context(gpu.measure())))
 
-    replaced = {name: lambda *_: [] for name in ("report", "save_checkpoint", "save_model", "check_agreement")}
-    replaced |= dict(
-        log=log, load_data=lambda *_: (rows, []), processes=lambda: (0, 1), all_gather=lambda mine: [mine],
+    nothing = ("report", "save_checkpoint", "save_model", "check_agreement", "barrier")
+    replaced = {name: lambda *_: [] for name in nothing} | dict(
+        log=log, load_data=lambda *_: (rows, []), probe=passing_probe,
+        batch_rows=lambda step, rows, *_: rows, processes=lambda: (0, args.processes),
+        all_gather=lambda mine: [mine] * args.processes,
         load_rewards=lambda *_: [("zero", lambda completions, **_: [0.0] * len(completions), 1.0)])
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as step:
         for owner in (script, refcache, refcache.ReferenceCache):
             functions = {name: measured(name, function) for name, function in vars(owner).items() if name in PHASES}
             functions |= {name: function for name, function in replaced.items() if name in vars(owner)}
             stack.enter_context(patch.multiple(owner, **functions))
-        stack.enter_context(patch.object(refcache, "probe", passing_probe))
         stack.enter_context(gpu)
         script.main(given)
     return found
