@@ -190,7 +190,8 @@ def settings(args: Args, shape: str, work: str, out: str = ""):
     folder = f"{args.folder}/{shape}"
     flags = dict(model=f"{folder}/model", data=f"{folder}/pairs.jsonl", out=f"{folder}/{out}", steps=args.steps,
                  eval_size=0, samples=0, lr=1e-4, schedule="constant", warmup=0.0, save_every=10**6,
-                 max_length=args.max_length, batch_size=args.batch_size, seed=args.seed)
+                 max_length=args.max_length, batch_size=args.batch_size, seed=args.seed,
+                 dtype="bfloat16" if DEVICE == "cuda" else "float32")
     script = dpo
     if work in ROLLOUTS:
         script = rloo
@@ -200,13 +201,12 @@ def settings(args: Args, shape: str, work: str, out: str = ""):
     elif work == "kto":
         script = kto
         flags["batch_size"] *= 2
-    return resolve(script, flags | json.loads(args.extra))
+    return arguments(script, flags | json.loads(args.extra))
 
 
-def resolve(script, flags: dict):
-    """Its complete Args. Flags that it does not have are left out."""
-    given = script.Args(**{name: value for name, value in flags.items() if name in script.Args.__dataclass_fields__})
-    return script.resolve(given, DEVICE)
+def arguments(script, flags: dict):
+    """Its Args. Flags that it does not have are left out."""
+    return script.Args(**{name: value for name, value in flags.items() if name in script.Args.__dataclass_fields__})
 
 
 def read_rows(script, given) -> list:

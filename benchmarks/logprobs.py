@@ -24,7 +24,7 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 import tyro
-from against_trl import DEVICE, ROOT, clock, dpo, read_rows, resolve, rloo, spread
+from against_trl import DEVICE, ROOT, clock, dpo, read_rows, rloo, spread
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -111,7 +111,7 @@ def tokenize(args: Args):
                     prompt, chosen, rejected = (" ".join(rng.choice(words, n)) for n in (60, 30, 30))
                     row = {"prompt": f"{number} {prompt}", "chosen": f" a {chosen}", "rejected": f" b {rejected}"}
                     file.write(json.dumps(row) + "\n")
-            given = resolve(dpo, dict(model=f"{ROOT}/demo/model", data=f"{folder}/pairs.jsonl", out=folder))
+            given = dpo.Args(model=f"{ROOT}/demo/model", data=f"{folder}/pairs.jsonl")
             seconds = []
             for _ in range(args.rounds):
                 begin = time.perf_counter()
@@ -128,9 +128,9 @@ def missing(args: Args):
     for prompt, completions in groups:
         ids, *keys = (np.uint32(x).tobytes() for x in (prompt, *completions))  # of docs/cache.md
         full.table[ids] = {key: bytes(len(key)) for key in keys}
-    assert len(empty.missing(groups, 16384)) == len(groups) and not full.missing(groups, 16384)
+    assert len(empty.missing(groups)) == len(groups) and not full.missing(groups)
     print("| pairs | cache | seconds |\n|---|---|---|")
-    ways = {"empty": partial(empty.missing, groups, 16384), "full": partial(full.missing, groups, 16384)}
+    ways = {"empty": partial(empty.missing, groups), "full": partial(full.missing, groups)}
     for name, seconds in timed(ways, args.rounds).items():
         print(f"| {args.cached_pairs:,} | {name} | {spread(seconds)} |", flush=True)
 

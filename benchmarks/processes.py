@@ -67,10 +67,10 @@ def work(args: Args):
     against_trl.call_after_steps(dpo, end_of_step)
     dpo.run_batch = counted
     dpo.save_checkpoint = dpo.save_model = dpo.report = lambda *values: None
-    dpo.start_processes()
-    before = private_gib()
     given = against_trl.settings(files_of(args), args.shape, "dpo", out=f"out-{os.getppid()}")
-    dpo.main(replace(given, ref="none", loss=("simpo",), tokens_per_forward=4096))
+    with dpo.process_group():
+        before = private_gib()
+        dpo.main(replace(given, ref="none", loss=("simpo",), tokens_per_forward=4096))
     if torch.cuda.is_available():
         memory.append(torch.cuda.max_memory_allocated() / 2**30)
     if int(os.environ["RANK"]) == 0:
