@@ -4,9 +4,8 @@
     python benchmarks/gpu.py           # both tables, in at most ten minutes on one H100 or H200
     python benchmarks/gpu.py --tiny    # does it run? Also without a GPU
 
-The rows are those of against_trl.py for random models. Memory is what was allocated. MFU: the matrix products that are
-needed (each prompt once, the head for tokens of answers, attention's not counted) per second, of --peak_tflops.
-simulate.py gives the same figures without a GPU.
+The rows are those of against_trl.py for random models; memory is what was allocated. simulate.py gives such figures
+without a GPU.
 """
 import json
 import sys
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 import against_trl
 import torch
 import tyro
-from against_trl import DEVICE, NAMES, SHAPES
+from against_trl import DEVICE
 
 
 @dataclass
@@ -26,7 +25,6 @@ class Args:
     reference_batch: int = 32  # pairs in a forward of TRL's reference pass
     batch_size: int = 16  # pairs of a DPO step
     max_length: int = 768  # tokens of a row
-    peak_tflops: float = 989.0  # of the GPU in bfloat16, dense; an H100 or H200 SXM
     tiny: bool = False  # does it run?
 
 
@@ -34,17 +32,6 @@ WAYS = [  # work, side, more flags of the script
     ("reference", "refcache", {}), ("reference", "trl", {}), ("dpo", "refcache", {}), ("dpo", "trl", {}),
     ("dpo", "refcache", {"gradient_checkpointing": True}), ("dpo", "refcache", {"lora_r": 16}),
     ("dpo", "refcache", {"lora_r": 16, "gradient_checkpointing": True})]
-
-
-def necessary_flops(shape: str, pairs: list) -> float:
-    """Of the matrix products of a forward. An embedding is no product, the head is one."""
-    sizes = dict(zip(NAMES, SHAPES[shape]))
-    hidden, head_dim = sizes["hidden_size"], sizes["head_dim"]
-    attention = 2 * hidden * head_dim * (sizes["num_attention_heads"] + sizes["num_key_value_heads"])
-    layer = attention + 3 * hidden * sizes["intermediate_size"]
-    answers = sum(len(row.chosen) + len(row.rejected) for row in pairs)
-    tokens = answers + sum(len(row.prompt) for row in pairs)
-    return 2 * (tokens * layer * sizes["num_hidden_layers"] + answers * hidden * sizes["vocab_size"])
 
 
 def print_ways(args: Args, shape: str):
@@ -57,7 +44,7 @@ def print_ways(args: Args, shape: str):
         pairs, tokens = against_trl.make_files(given, shape)
         torch.cuda.empty_cache()  # for the processes
         print(f"\n{shape}: {len(pairs):,} pairs, {tokens:,} tokens\n\n"
-              "| work | side | flags | seconds | tokens/s | MFU | peak GB |\n" + "|---" * 7 + "|", flush=True)
+              "| work | side | flags | seconds | tokens/s | peak GB |\n" + "|---" * 6 + "|", flush=True)
         for work, side, flags in WAYS:
             try:
                 run = against_trl.start(replace(given, extra=json.dumps(flags)), side, shape, work, 0)
@@ -65,11 +52,8 @@ def print_ways(args: Args, shape: str):
                 print(f"| {work} | {side} | {' '.join(flags)} | {str(error).splitlines()[-1]} |", flush=True)
                 continue
             seconds, peak = run["seconds"], run["peak"] * 2**30 / 1e9
-            speed = mfu = ""
-            if work == "reference":
-                speed = f"{tokens / seconds:,.0f}"
-                mfu = f"{necessary_flops(shape, pairs) / seconds / args.peak_tflops / 1e12:.0%}"
-            print(f"| {work} | {side} | {' '.join(flags)} | {seconds:.3f} | {speed} | {mfu} | {peak:.1f} |", flush=True)
+            speed = f"{tokens / seconds:,.0f}" if work == "reference" else ""
+            print(f"| {work} | {side} | {' '.join(flags)} | {seconds:.3f} | {speed} | {peak:.1f} |", flush=True)
 
 
 def main(args: Args):

@@ -1,4 +1,4 @@
-"""The parts, one by one: shared prompts, tokenizing, looking up, decoding.
+"""The parts, one by one: shared prompts, tokenizing, looking up.
 
     python benchmarks/logprobs.py                                # all tables, or those that are named:
     CHECKOUT=../older python benchmarks/logprobs.py tokenize     # the scripts of another checkout
@@ -7,7 +7,6 @@
 step        forward + backward of a batch: k completions that share their prompt, against a prompt for each
 tokenize    load_rows of dpo.py
 missing     ReferenceCache.missing, which every start of a run calls: with an empty cache, and with a full one
-rollout     32 samples of rloo.py
 
 Models are random. The ways alternate in one process. Seconds: CPU seconds of one thread, medians (lowest to highest).
 """
@@ -18,40 +17,33 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from types import SimpleNamespace
 from typing import Annotated, Literal
 
 import numpy as np
 import torch
 import tyro
-from against_trl import DEVICE, ROOT, clock, dpo, read_rows, rloo, spread
+from against_trl import DEVICE, NAMES, ROOT, SHAPES, clock, dpo, read_rows, spread
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @dataclass
 class Args:
-    what: Annotated[tuple[Literal["step", "tokenize", "missing", "rollout"], ...],
-                    tyro.conf.Positional] = ("step", "tokenize", "missing", "rollout")
-    hidden: int = 256  # of the random Llama
-    layers: int = 4
-    vocab: int = 32_000
+    what: Annotated[tuple[Literal["step", "tokenize", "missing"], ...],
+                    tyro.conf.Positional] = ("step", "tokenize", "missing")
+    shape: str = "head-heavy"  # of against_trl.py
     tokens: int = 500  # of a sequence, in a step
     completions: tuple[int, ...] = (2, 8)  # per prompt, in a step
     loaded_pairs: tuple[int, ...] = (20_000, 80_000)  # that are tokenized
     cached_pairs: int = 60_000  # that are looked up
-    prompt_tokens: int = 256  # of a rollout
-    new_tokens: int = 128
     rounds: int = 3
     tiny: bool = False  # does it run?
 
 
-def random_llama(args: Args):
+def random_model(shape: str):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(
-        "llama", hidden_size=args.hidden, intermediate_size=args.hidden * 8 // 3, num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 64, num_key_value_heads=max(1, args.hidden // 128), vocab_size=args.vocab,
-        max_position_embeddings=8192, bos_token_id=None, eos_token_id=None)).to(DEVICE).eval()
-    print(f"{model.num_parameters() / 1e6:.1f} M parameters, vocabulary {args.vocab:,}, on {DEVICE}")
+    config = AutoConfig.for_model(**dict(zip(NAMES, SHAPES[shape])), bos_token_id=None, eos_token_id=None)
+    model = AutoModelForCausalLM.from_config(config).to(DEVICE).eval()
+    print(f"{shape}: {model.num_parameters() / 1e6:.1f} M parameters, on {DEVICE}")
     dpo.completion_logprobs(model, [((1,), [(1,)])])  # prints whether prompts are shared
     return model
 
@@ -76,13 +68,13 @@ def random_group(rng, vocab: int, prompt: int, *completions: int) -> tuple:
 # ---- Shared prompts --------------------------------------------------
 
 def step(args: Args):
-    model = random_llama(args)
+    model = random_model(args.shape)
     rng = np.random.default_rng(0)
     print("| tokens per sequence | k | prompt : completion | alone s | shared s | speed |\n" + "|---" * 6 + "|")
     for k in args.completions:
         for prompt, completion in ((4, 1), (1, 1), (1, 4)):
             n = args.tokens * prompt // (prompt + completion)
-            groups = [random_group(rng, args.vocab, n, *[args.tokens - n] * k) for _ in range(4)]
+            groups = [random_group(rng, model.config.vocab_size, n, *[args.tokens - n] * k) for _ in range(4)]
 
             def run(groups):
                 logps = dpo.completion_logprobs(model, groups)
@@ -96,7 +88,7 @@ def step(args: Args):
                   f"| {alone / shared:.2f}x |", flush=True)
 
 
-# ---- On the host, and decoding ---------------------------------------
+# ---- On the host -----------------------------------------------------
 
 def tokenize(args: Args):
     """Pairs of the demo's words: a prompt of 60 words, answers of 30. Wall clock; `taskset -c 0` for one core."""
@@ -135,28 +127,14 @@ def missing(args: Args):
         print(f"| {args.cached_pairs:,} | {name} | {spread(seconds)} |", flush=True)
 
 
-@torch.no_grad()
-def rollout(args: Args):
-    """8 prompts of equal length, 4 samples of each; no sample ends early."""
-    model = random_llama(args)
-    rng = np.random.default_rng(0)
-    prompts = [random_group(rng, args.vocab, args.prompt_tokens)[0] for _ in range(8)]
-    given = rloo.Args(dtype="float32", max_new_tokens=args.new_tokens)
-    tokenizer = SimpleNamespace(eos_token_id=None, batch_decode=lambda rows, **options: [""] * len(rows))
-    ways = {"rollout": partial(rloo.rollout, model, tokenizer, prompts, 4, 1, given)}
-    print(f"| 32 rows, {args.prompt_tokens} + {args.new_tokens} tokens | seconds | tokens/s |\n|---|---|---|")
-    for name, seconds in timed(ways, args.rounds).items():
-        print(f"| {name} | {spread(seconds)} | {32 * args.new_tokens / median(seconds):,.0f} |")
-
-
 def main(args: Args):
     torch.set_num_threads(1)
     if args.tiny:
-        args = replace(args, hidden=64, layers=1, vocab=200, tokens=50, completions=(2,), loaded_pairs=(200,),
-                       cached_pairs=200, prompt_tokens=8, new_tokens=4, rounds=1)
+        args = replace(args, shape="tiny", tokens=50, completions=(2,), loaded_pairs=(200,),
+                       cached_pairs=200, rounds=1)
     for name in args.what:
         print(f"\n{name}")
-        {"step": step, "tokenize": tokenize, "missing": missing, "rollout": rollout}[name](args)
+        {"step": step, "tokenize": tokenize, "missing": missing}[name](args)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
     python benchmarks/processes.py --tiny                                   # does it run?
 
 Tokens per second of the training steps, without the first two; the ways alternate, medians of the rounds. Memory: of a
-GPU the peak; on a CPU the private memory (USS, Linux) after the last step, less that before the model. Weights and
-AdamW's moments have 12 bytes per parameter, divided by the processes.
+GPU the peak; on a CPU the resident set (Linux) after the last step, less that before the model. Weights and AdamW's
+moments have 12 bytes per parameter, divided by the processes.
 """
 import ctypes
 import json
@@ -16,13 +16,12 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import against_trl
 import torch
 import tyro
-from against_trl import dpo
+from against_trl import DEVICE, dpo, peak_gib
 
 
 @dataclass
@@ -35,11 +34,6 @@ class Args:
     processes: tuple[int, ...] = (1, 2)
     folder: str = ""  # of model and data; for the processes of torchrun
     tiny: bool = False  # does it run?
-
-
-def private_gib() -> float:
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 2**20
 
 
 def files_of(args: Args) -> against_trl.Args:
@@ -58,7 +52,7 @@ def work(args: Args):
     def end_of_step():
         ends.append(time.perf_counter())
         ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps for later is not the model's
-        memory.append(private_gib() - before)
+        memory.append(peak_gib() if DEVICE == "cuda" else peak_gib(now=True) - before)
 
     def counted(policy, rows, *values, **names):
         tokens.append(sum(len(row.prompt) + len(row.chosen) + len(row.rejected) for row in rows))
@@ -69,10 +63,8 @@ def work(args: Args):
     dpo.save_checkpoint = dpo.save_model = dpo.report = lambda *values: None
     given = against_trl.settings(files_of(args), args.shape, "dpo", out=f"out-{os.getppid()}")
     with dpo.process_group():
-        before = private_gib()
+        before = peak_gib(now=True)
         dpo.main(replace(given, ref="none", loss=("simpo",), tokens_per_forward=4096))
-    if torch.cuda.is_available():
-        memory.append(torch.cuda.max_memory_allocated() / 2**30)
     if int(os.environ["RANK"]) == 0:
         print("RESULT " + json.dumps([sum(tokens[2:]) / (ends[-1] - ends[2]), memory[-1]]), flush=True)
 

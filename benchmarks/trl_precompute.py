@@ -46,7 +46,8 @@ def main(numbers: list[int]):
             _, truths = precompute(empty, settings | changes)
         value, truth = max(zip(values, truths), key=lambda pair: abs(pair[0] - pair[1]))
         texts = (", ".join(f"{name}={x}" for name, x in case.items()) for case in CASES[number])
-        print(f"| {number} | {' | '.join(texts)} | {'yes' if scored else 'no'} | {value:.4f} | {truth:.4f} |", flush=True)
+        answer = 'yes' if scored else 'no'
+        print(f"| {number} | {' | '.join(texts)} | {answer} | {value:.4f} | {truth:.4f} |", flush=True)
 
 
 if __name__ == "__main__":

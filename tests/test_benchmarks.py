@@ -24,7 +24,7 @@ def code_of(page, number=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line, row", [
-    ("logprobs --tiny", "| rollout | "), ("processes --tiny", "| 2 | 8 | "),
+    ("logprobs --tiny", "| 200 | full | "), ("processes --tiny", "| 2 | 8 | "),
     (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | ")])
 def test_benchmark_prints_rows(line, row):
     assert row in start(*line.split())
