@@ -11,9 +11,7 @@ The reference π_ref is frozen: its log-probs are computed once, before the poli
 A killed run resumes if the same command is given again.
 
 Data      rows `prompt, chosen, rejected`, or `chosen, rejected` with a common beginning; strings or chat messages:
-          {"prompt": [{"role": "user", "content": "2 + 2?"}],
-           "chosen": [{"role": "assistant", "content": "4"}], "rejected": [{"role": "assistant", "content": "5"}]}
-          The rpo losses also need `chosen_reward, rejected_reward`.
+          {"prompt": [{"role": "user", "content": "2 + 2?"}], "chosen": [{"role": "assistant", "content": "4"}], ..}
 Shapes    B pairs in a batch; (B,) per pair. w: the chosen answer y_w; l: the rejected one, y_l.
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref) of an answer (simpo alone: per token) |
           rewards/margins: their difference | rewards/accuracies: fraction of pairs where it is > 0, ties count 1/2 |
@@ -22,7 +20,6 @@ Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref) of
 """
 import csv
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -37,6 +34,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import Callable, Iterator, Literal, NamedTuple
 
@@ -55,8 +53,8 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group, processes,
-    progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group,
+    processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -69,7 +67,8 @@ DEMO = dict(
 LOGS = ("metrics.jsonl", "samples.jsonl")
 NO_REFERENCE = {"simpo", "sft"}
 Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-               "apo_zero", "apo_down", "discopop", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "simpo", "sft"]
+               "apo_zero", "apo_down", "discopop",
+               "simpo", "sft"]
 
 
 @dataclass
@@ -81,7 +80,7 @@ class Args:
     as_chat: bool = False  # strings become messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
-    out: str = "out/dpo"  # folder for everything that a run writes
+    out: str = "out/dpo"  # folder of the run
 
     ref: Literal["cache", "swap", "live", "none"] = "cache"  # see README; none: π_ref = 1
     ref_model: str | None = None  # None: the policy before training
@@ -92,14 +91,13 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or layer names (q_proj,v_proj), or a regular expression
+    lora_target: str = "all-linear"  # or layer names, as a regular expression
 
     loss: tuple[Loss, ...] = ("sigmoid",)  # sigmoid is DPO; several are summed
     loss_weights: tuple[float, ...] = ()  # one per loss; empty: all 1
     beta: float = 0.1  # strength of the KL penalty; sigmoid_norm needs about 5, simpo 2
     label_smoothing: float = 0.0  # assumed fraction of flipped labels, for sigmoid (cDPO), robust, exo_pair (> 0)
     simpo_gamma: float = 0.5  # simpo's target margin
-    rpo_eta: float = 1.0  # rpo: scales the data's reward differences
 
     epochs: float = 1.0  # passes over the data
     steps: int | None = None  # optimizer steps; None: from epochs; 0: only fill the cache
@@ -111,17 +109,16 @@ class Args:
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA; what trains: float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
-    gradient_checkpointing: bool = False  # memory and speed only, never the result
+    gradient_checkpointing: bool = False  # likewise
 
-    save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
+    save_every: int = 50  # steps between checkpoints; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
     score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, of these answers
-    wandb: str | None = None  # project that gets the metrics
 
 
 # ---- The loss --------------------------------------------------------
@@ -134,24 +131,16 @@ class Batch(NamedTuple):
     ratio_l: torch.Tensor
     len_w: torch.Tensor  # |y_w| in tokens
     len_l: torch.Tensor
-    score_w: torch.Tensor  # the data's chosen_reward, else 0
-    score_l: torch.Tensor
 
 
-def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, score_w=0.0, score_l=0.0, *, beta=0.1,
-                    label_smoothing=0.0, simpo_gamma=0.5, rpo_eta=1.0) -> torch.Tensor:
+def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, *, beta=0.1, label_smoothing=0.0,
+                    simpo_gamma=0.5) -> torch.Tensor:
     """The loss of every pair, (B,), float32, of the tensors of a Batch:
     preference_loss("ipo", logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, beta=0.1).mean()"""
     eps = label_smoothing
     sigma = torch.sigmoid
     log_sigma = F.logsigmoid
     margin = beta * (ratio_w - ratio_l)  # the argument of σ in equation 7
-    delta = rpo_eta * (score_w - score_l)  # the difference of the data's rewards
-
-    def kl(x, log_q, log_not_q):
-        """KL between two coins: σ(x) and q."""
-        return sigma(x) * (log_sigma(x) - log_q) + sigma(-x) * (log_sigma(-x) - log_not_q)
-
     match name:
         case "sigmoid":  # DPO, equation 7 if eps = 0
             return -(1 - eps) * log_sigma(margin) - eps * log_sigma(-margin)
@@ -164,7 +153,8 @@ def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, s
         case "robust":  # arXiv:2403.00409
             return (-(1 - eps) * log_sigma(margin) + eps * log_sigma(-margin)) / (1 - 2 * eps)
         case "exo_pair":  # arXiv:2402.00856, equation 16
-            return kl(margin, math.log(1 - eps), math.log(eps))
+            not_eps = sigma(margin) * (log_sigma(margin) - math.log(1 - eps))
+            return not_eps + sigma(-margin) * (log_sigma(-margin) - math.log(eps))
         case "nca_pair":  # arXiv:2402.05369
             return -log_sigma(beta * ratio_w) - 0.5 * log_sigma(-beta * ratio_w) - 0.5 * log_sigma(-beta * ratio_l)
         case "bco_pair":  # arXiv:2404.04656, without its shift of the rewards
@@ -177,22 +167,15 @@ def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, s
             return sigma(beta * ratio_w) + 1 - sigma(margin)
         case "discopop":  # arXiv:2406.08414; the product with exp(−margin) is taken in logarithms: 0 · inf is NaN
             return -sigma(-margin / 0.05) * log_sigma(margin) + torch.exp(log_sigma(margin / 0.05) - margin)
-        case "rpo_sq":  # RPO as NeMo-Aligner has it, after Nemotron-4, arXiv:2406.11704
-            return (margin - delta) ** 2
-        case "rpo_bwd_kl":
-            return kl(delta, log_sigma(margin), log_sigma(-margin))
-        case "rpo_fwd_kl":
-            return kl(margin, log_sigma(delta), log_sigma(-delta))
         case "simpo":  # arXiv:2405.14734, equation 6
             return -log_sigma(beta * (logp_w / len_w - logp_l / len_l) - simpo_gamma)
         case "sft":  # a term to add to others: mean over pairs of means over tokens. TRL: over all tokens
             return -logp_w / len_w
-    raise BadInput(f"there is no loss {name}")
 
 
 def metrics(batch: Batch, args: Args) -> dict[str, torch.Tensor]:
     """The loss and other values of every pair, (B,) each."""
-    flags = {flag: vars(args)[flag] for flag in ("beta", "label_smoothing", "simpo_gamma", "rpo_eta")}
+    flags = {flag: vars(args)[flag] for flag in ("beta", "label_smoothing", "simpo_gamma")}
     weighted_losses = zip(args.loss, args.loss_weights or [1.0] * len(args.loss), strict=True)
     loss = sum(weight * preference_loss(name, *batch, **flags) for name, weight in weighted_losses)
     ratio_w, ratio_l = batch.ratio_w, batch.ratio_l
@@ -218,8 +201,6 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
-    score_w: float
-    score_l: float
     columns: dict  # of the file
 
 
@@ -234,9 +215,9 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
     ratios = log_ratios(logps, groups(rows), ref_logps, args.humanline)  # both: per pair [(|y_w|,), (|y_l|,)]
     logp_w, logp_l = sum_tokens(logps).unbind(dim=1)  # (B, 2) -> (B,), (B,)
     ratio_w, ratio_l = sum_tokens(ratios).unbind(dim=1)
-    numbers = [(len(row.chosen), len(row.rejected), row.score_w, row.score_l) for row in rows]
-    len_w, len_l, score_w, score_l = to_device(torch.tensor(numbers), logp_w.device).unbind(dim=1)
-    return Batch(logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, score_w, score_l)
+    lengths = torch.tensor([(len(row.chosen), len(row.rejected)) for row in rows])
+    len_w, len_l = to_device(lengths, logp_w.device).unbind(dim=1)
+    return Batch(logp_w, logp_l, ratio_w, ratio_l, len_w, len_l)
 
 
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
@@ -271,9 +252,9 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for name in args.loss:
-        if args.label_smoothing == {"exo_pair": 0.0, "robust": 0.5}.get(name):
-            raise BadInput(f"--loss {name} is not defined at --label_smoothing {args.label_smoothing}")
+    eps = args.label_smoothing
+    if ("exo_pair" in args.loss and eps <= 0) or ("robust" in args.loss and eps >= 0.5):
+        raise BadInput("exo_pair needs a --label_smoothing above 0, such as 0.001; robust one below 0.5")
     if set(args.loss) <= NO_REFERENCE:
         args = replace(args, ref="none")
     args = resolve(args)
@@ -303,7 +284,7 @@ def main(args: Args) -> list[dict]:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
-    if args.ref in ("swap", "live"):
+    if args.ref not in ("cache", "none"):
         reference = load_reference(policy, device, args)
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
@@ -317,16 +298,17 @@ def main(args: Args) -> list[dict]:
         values = {"step": 0}
         values |= write_samples(policy, tokenizer, eval_rows, 0, out, args)
         values |= evaluate(policy, eval_rows, reference, args)
-        log(out, values, args)
+        append(out / "metrics.jsonl", [values])
 
     window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
+    ref_logps = reference  # a cache has the log-probs of all steps
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         first = step - (step - 1) % window
-        if step in (first, last_step + 1):  # a resumed run scores its whole window again; a cache has all steps
+        if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
             n_steps = min(window, steps + 1 - first)
             rows_ahead = batch_rows(first, train_rows, batch_size, args.seed, n_steps)
             ref_logps = reference_logprobs(reference, groups(rows_ahead), args.tokens_per_forward)
@@ -354,7 +336,7 @@ def main(args: Args) -> list[dict]:
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
-        log(out, values, args)
+        append(out / "metrics.jsonl", [values])
         if args.model_every and step % args.model_every == 0:
             save_model(policy, tokenizer, out / f"model-{step}")
         if step == steps or (args.save_every and step % args.save_every == 0):
@@ -362,7 +344,7 @@ def main(args: Args) -> list[dict]:
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} pairs; the model is in {out / 'model'}")
+    print(f"{steps} steps of {batch_size} pairs; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
     return report(out)
 
@@ -411,27 +393,22 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
 
 # ---- Rows of the data ------------------------------------------------
 
+COLUMNS = 'prompt, chosen, rejected, as strings or lists of {"role", "content"}'
+
+
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
-    need_scores = any(loss.startswith("rpo") for loss in args.loss)
-
-    def scores_of(row):
-        return [float(row[name]) if need_scores else 0.0 for name in ("chosen_reward", "rejected_reward")]
-
-    def answers_of(row):
-        scores_of(row)  # a missing one is an error of this row
-        return [row["chosen"], row["rejected"]]
-
     rows = []
-    for prompt, (chosen, rejected), columns in encode(tokenizer, source, answers_of, args):
-        score_w, score_l = scores_of(columns)
-        rows.append(Row(prompt, chosen, rejected, score_w, score_l, columns))
+    answers_of = itemgetter("chosen", "rejected")
+    for _, (chosen, rejected), begins, columns in encode(tokenizer, source, answers_of, args):
+        begin = min(begins)  # one prompt for both
+        rows.append(Row(chosen[:begin], chosen[begin:], rejected[begin:], columns))
     return rows
 
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
 
 def load_data(tokenizer, args) -> tuple[list, list]:
-    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
+    """Rows to train on, and held-out rows: of --eval_data, or all rows of some prompts."""
     rows = load_rows(args.data, tokenizer, args)
     if args.eval_data:
         return rows, load_rows(args.eval_data, tokenizer, args)
@@ -450,21 +427,22 @@ def read_rows(source: str) -> list:
         case ".csv":
             return list(csv.DictReader(open(source, encoding="utf-8-sig", newline="")))
         case ".parquet":
-            return optional("pyarrow.parquet").read_table(source).to_pylist()
+            import pyarrow.parquet
+            return pyarrow.parquet.read_table(source).to_pylist()
         case _:
+            import datasets
             name, _, split = source.partition(":")
-            return list(optional("datasets").load_dataset(name, split=split or "train"))
+            return list(datasets.load_dataset(name, split=split or "train"))
 
 
 def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
-    """Reads and tokenizes a file: [(prompt ids, [completion ids, ..], columns), ..]. Drops rows that cannot be trained
-    on, and says how many. answers_of(row): the answers in it."""
+    """Tokenizes a file: [(prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns), ..]. Drops
+    rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
     except (OSError, ValueError) as error:
-        raise BadInput(f"{source} cannot be read: {error}") from error
+        raise BadInput(f"{source} cannot be read: {error}")
     rows = []
-    texts = []  # per row the prompt, and prompt + each answer
     kinds = set()
     counts = Counter()
     for number, row in enumerate(file_rows, 1):
@@ -474,58 +452,61 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
             columns = json.loads(row) if isinstance(row, str) else row
             if None in columns:
                 raise ValueError("more cells than the header")
-            prompt, answers, repeats = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat)
-            texts.append(render(tokenizer, prompt, answers, args, columns))
-            rows.append(columns | {"prompt": prompt})
+            prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat, counts)
+            texts = render(tokenizer, prompt, answers, args, columns)
+            rows.append((restore_prompt(texts, answers, tokenizer.eos_token, counts), columns | {"prompt": prompt}))
             kinds.add((type(prompt), columns.get("prompt") is None))
             if len(kinds) > 1:
-                raise ValueError("unlike the rows before: strings or messages, with or without a prompt")
-        except Exception as error:  # of a malformed row, or of the template
-            raise BadInput(f"{source}:{number}: {error!r} in {str(row)[:200]}") from error
-        counts["with answers that repeat the prompt"] += repeats
+                raise ValueError("unlike the rows before: strings, messages, or no prompt")
+        except Exception as error:
+            if isinstance(error, (LookupError, TypeError, AttributeError)):
+                error = f"expected {COLUMNS}"
+            raise BadInput(f"{source}:{number}: {error}; found {str(row)[:200]}")
     if not rows:
         raise BadInput(f"{source} holds no rows")
-    is_text = isinstance(rows[0]["prompt"], str)
-    if is_text and args.chat_template_kwargs != "{}":
-        raise BadInput(f"{source}: --chat_template_kwargs is not for strings: add --as_chat")
-    if is_text and tokenizer.chat_template:
+    kind, lacks_prompt = kinds.pop()
+    if kind is str and tokenizer.chat_template and not lacks_prompt:
         print(f"{source}: strings are trained without the model's chat template; --as_chat applies it")
 
     encoded = []
     lengths = []
-    all_ids = tokenize(tokenizer, [text for row_texts in texts for text in row_texts], add_bos=is_text)
-    for row, row_texts in zip(rows, texts):
-        sequences = [next(all_ids) for _ in row_texts]
-        prompt = tuple(os.path.commonprefix(sequences))  # a token may join the prompt's end with an answer's beginning
-        completions = [tuple(ids[len(prompt):]) for ids in sequences[1:]]
-        short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions if len(ids) < 20]
-        lengths.append(max(map(len, sequences)))
-        if not prompt or not all(text.strip() for text in short):
-            counts["dropped: empty"] += 1
-        elif len(set(completions)) < len(completions):
+    all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
+    for texts, columns in rows:
+        prompt, *sequences = [tuple(next(all_ids)) for _ in texts]
+        begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
+        answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
+        short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
+        length = max(map(len, [prompt, *sequences]))
+        if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
+            counts["dropped: empty, or no prompt and no common beginning"] += 1
+        elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
-        elif lengths[-1] > args.max_length:
+        elif length > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
+            lengths.append(length)
         else:
-            encoded.append((prompt, completions, row))
+            encoded.append((prompt, sequences, begins, columns))
+            lengths.append(length)
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
-        enough = np.quantile(lengths, 0.95, method="inverted_cdf")
-        raise BadInput(f"{source}: too few rows ({', '.join(notes)}); --max_length {enough} suffices for 95 %")
+        if 2 * len(lengths) >= len(rows):
+            enough = np.quantile(lengths, 0.95, method="higher")
+            notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
+        raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
     return encoded
 
 
-def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list, bool]:
-    """Returns prompt and answers (strings or lists of messages), and whether the answers repeated the prompt. A prompt
-    of None becomes what the answers have in common."""
+def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple[str | list, list]:
+    """Prompt and answers as strings or messages. A prompt of None becomes what the answers have in common."""
     for text in (prompt, *answers):
-        is_json = isinstance(text, str) and text.lstrip().startswith(("[{", "{'", '{"'))
-        if is_json and "role" in text and "content" in text:
+        if isinstance(text, str) and re.match(r"""(?s)\s*\[?\{.*['"]role['"]:""", text) and "content" in text:
             raise ValueError("messages written as a string")
     if prompt is None:
         if len(answers) < 2:
             raise KeyError("prompt")
+        if as_chat and isinstance(answers[0], str):
+            raise ValueError("--as_chat needs a prompt column")
         common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # characters or messages
         prompt = answers[0][:len(common)]
         if isinstance(prompt, str):
@@ -534,22 +515,26 @@ def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list
     if isinstance(prompt, str) and answers and not isinstance(answers[0], str):
         prompt = [{"role": "user", "content": prompt}]
     is_short = isinstance(prompt, str) and len(prompt) <= 20  # an answer may begin with the same word
-    repeats = bool(answers) and not is_short and all(answer[:len(prompt)] == prompt for answer in answers)
-    if repeats:
+    if answers and not is_short and all(answer[:len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt):] for answer in answers]
-    roles = {answer[0]["role"] for answer in answers if answer and isinstance(answer, list)}
+        counts["with answers that repeat the prompt"] += 1
+    roles = {message["role"] for answer in answers if isinstance(answer, list) for message in answer[:1] + answer[-1:]}
     if roles & {"user", "system"}:
-        raise ValueError("an answer begins with a user or system message")
+        raise ValueError("an answer begins or ends with a user or system message")
     if as_chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt.strip()}]
         answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
-    return prompt, answers, repeats
+    return prompt, answers
 
 
 def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
     """The text of the prompt, and of prompt + each answer. Strings end with EOS, chats as their template says."""
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
+        if answers and eos is None:
+            raise ValueError("the tokenizer has no EOS token")
+        if args.chat_template_kwargs != "{}":
+            raise ValueError("--chat_template_kwargs is not for strings: add --as_chat")
         return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
     options = {"tokenize": False, "tools": columns.get("tools"), **json.loads(args.chat_template_kwargs)}
     options |= columns.get("chat_template_kwargs") or {}
@@ -564,14 +549,32 @@ def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
     return texts
 
 
+def restore_prompt(texts: list[str], answers: list, eos: str, counts: Counter) -> list[str]:
+    """The texts with the prompt that a model samples after: some templates, as Mistral's, render another before an
+    answer. What follows it begins at the last place where the answer's words stand."""
+    restored = texts[:1]
+    for text, answer in zip(texts[1:], answers):
+        if not text.startswith(texts[0]):
+            start = len(text.rpartition(eos)[0] or text)
+            for message in reversed(answer):
+                start = text.rfind(message["content"].strip(), 0, start)
+                if start < 0:
+                    raise ValueError("the chat template leaves out words of the answer")
+            if text[:start].endswith(" ") and not texts[0].endswith(" "):
+                start -= 1  # Mistral's space before an answer
+            text = texts[0] + text[start:]
+        restored.append(text)
+    counts["whose prompt reads differently before an answer"] += restored != texts
+    return restored
+
+
 def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
     """Token ids of each text, with the tokenizer's BOS unless it is there already."""
     plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
-    n_bos = next(n for n in range(len(full)) if full[n:n + len(plain)] == plain)
-    bos = full[:n_bos] if add_bos else []
+    bos = full[:full.index(plain[0])] if add_bos else []
     for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
         part = texts[start:start + 1024]
-        if tokenizer.is_fast:  # the calls above turned off the padding and truncation that its file may ask for
+        if tokenizer.is_fast:  # without its padding and truncation
             encodings = tokenizer.backend_tokenizer.encode_batch_fast(part, add_special_tokens=False)
             part_ids = [encoding.ids for encoding in encodings]
         else:
@@ -589,11 +592,11 @@ def base_of(name: str) -> str:
 
 
 def load_tokenizer(name: str, ref_name: str | None = None):
-    """The tokenizer of a checkpoint or of its base. Refuses a reference with another one."""
+    """Of a checkpoint or its base. Refuses a reference with another one."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
-        raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
+        raise BadInput(f"{ref_name} has another tokenizer than {name}")
     return tokenizer
 
 
@@ -605,8 +608,8 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio.
-    Frozen weights have the dtype of forwards; those that train are float32, and sharded where that is bfloat16."""
+    """The policy if it `trains`, else a frozen reference in the dtype of forwards. In eval mode: dropout would be noise
+    in every log-ratio."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
@@ -628,7 +631,6 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
 
 def load_checkpoint(kind, name: str, dtype: str = "auto"):
-    """A model of a transformers class, with all its weights. dtype "auto": as stored."""
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
     model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
@@ -638,11 +640,10 @@ def load_checkpoint(kind, name: str, dtype: str = "auto"):
 
 def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
-    peft = optional("peft")
+    import peft
     if folder is None:
-        names = args.lora_target.split(",") if re.fullmatch(r"\w+(,\w+)*", args.lora_target) else args.lora_target
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules=names,
-                                 task_type="CAUSAL_LM")
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
+                                 target_modules=args.lora_target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
@@ -664,17 +665,9 @@ def load_reference(policy, device: str, args):
     return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
-def optional(package: str):
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise BadInput(f"pip install {error.name} first") from error
-
-
 @lru_cache
 def load_function(spec: str) -> Callable:
-    """FILE.py:FUNCTION -> the function."""
-    file, _, name = spec.rpartition(":")
+    file, _, name = spec.rpartition(":")  # FILE.py:FUNCTION
     sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
     return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 
@@ -682,8 +675,8 @@ def load_function(spec: str) -> Callable:
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
 def resolve(args, new_tokens: int = 0):
-    """Checks flags, and fills in those that depend on others. new_tokens: sampled after each row."""
-    if args.model is None and args.data is None:
+    """Checks and completes the flags. new_tokens: sampled after each row."""
+    if args.model is None and args.data is None and (HERE / "demo").exists():
         args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
@@ -705,7 +698,7 @@ def resolve(args, new_tokens: int = 0):
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """A function of seed, purpose and step or epoch: a resumed run needs no saved state."""
+    """A function of its arguments: a resumed run needs no saved state."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
@@ -737,7 +730,7 @@ def learning_rate(step: int, steps: int, args) -> float:
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
 def lock_folder(out: Path, args) -> FileLock:
-    """Creates and locks the output folder. Refuses that of a running or finished run."""
+    """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
@@ -747,15 +740,12 @@ def lock_folder(out: Path, args) -> FileLock:
             lock.acquire()
         except Timeout:
             raise BadInput(f"another run writes into {out}: name another --out") from None
-        write_whole(out / "args.json", [json.dumps(asdict(args), indent=1).encode()])
-        if args.wandb:
-            optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
     return lock
 
 
 def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """What a run and its checkpoint must have in common. functions: FILE.py:FUNCTION"""
-    may_change = ("out ref_cache save_every model_every eval_every samples wandb tokens_per_forward rollout_tokens "
+    """What a run and its checkpoint must have in common."""
+    may_change = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
                   "gradient_checkpointing").split()
     run = {name: value for name, value in asdict(args).items() if name not in may_change}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
@@ -776,7 +766,7 @@ def digest_of(items: list) -> str:
 
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
-    """What a step changes in place: weights that train, and their optimizer state, created by a step with lr 0."""
+    """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
     for weight in weights.values():
         weight.grad = torch.zeros_like(weight)
@@ -789,7 +779,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
-    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
+    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
     if processes()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed save
@@ -830,26 +820,13 @@ def append(path: Path, lines: list[dict]):
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def log(out: Path, values: dict, args):
-    """Adds a step to metrics.jsonl and wandb."""
-    append(out / "metrics.jsonl", [values])
-    if args.wandb and processes()[0] == 0:
-        optional("wandb").log(values, step=values["step"])
-
-
 def report(out: Path) -> list[dict]:
-    """Prints held-out metrics and three answers, before and after. Returns the lines of metrics.jsonl."""
-    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
-    first, last = history[0], history[-1]
+    """Prints held-out metrics before and after. Returns the lines of metrics.jsonl."""
+    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     print(f"{'held out':29} before   after")
-    for name, after in last.items():
+    for name, after in history[-1].items():
         if name.startswith("eval_"):
-            print(f"{name:28} {first[name]:z7.3f} {after:z7.3f}")
-    held_out = [line for line in samples if line.get("held_out", True)]
-    before, after = ([line for line in held_out if line["step"] == values["step"]] for values in (first, last))
-    for old, new in list(zip(before, after))[:3]:
-        for text in (f"prompt {new['prompt']}", f"before {old['completion']!r}", f"after  {new['completion']!r}"):
-            print(text[:shutil.get_terminal_size().columns])
+            print(f"{name:28} {history[0][name]:z7.3f} {after:z7.3f}")
     return history
 
 
@@ -870,7 +847,9 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, torch.OutOfMemoryError) as error:
-        advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
+    except (BadInput, ImportError, torch.OutOfMemoryError) as error:
+        advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing"
         print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)

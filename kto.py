@@ -6,16 +6,14 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     L(θ) = E  λ_D (1 − σ(β (ρ − z)))   if y is desirable,      λ_U (1 − σ(β (z − ρ)))   if not
 
     python kto.py  # the demo: offline, under a minute
-    python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen  # your model, your data
+    python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen
 
-z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws y' anew in each
-batch; here each row keeps one y' for the whole run, so that its reference log-probs can be cached as well. A killed run
-resumes if the same command is given again.
+z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws it in each batch;
+here each row keeps one, so that its reference log-probs can be cached. A killed run resumes if its command is repeated.
 
 Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `prompt, chosen, rejected`, which give one
           row of each kind; strings or chat messages:
-          {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{"role": "assistant", "content": "4"}],
-           "label": true}
+          {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{..}], "label": true}
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
           difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
@@ -24,7 +22,6 @@ Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / 
 """
 import csv
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -56,8 +53,8 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group, processes,
-    progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group,
+    processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -79,7 +76,7 @@ class Args:
     as_chat: bool = False  # strings become messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
-    out: str = "out/kto"  # folder for everything that a run writes
+    out: str = "out/kto"  # folder of the run
 
     ref: Literal["cache", "swap", "live"] = "cache"  # see README
     ref_model: str | None = None  # None: the policy before training
@@ -90,7 +87,7 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or layer names (q_proj,v_proj), or a regular expression
+    lora_target: str = "all-linear"  # or layer names, as a regular expression
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired: no z
     beta: float = 0.1  # strength of the KL penalty
@@ -107,17 +104,16 @@ class Args:
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA; what trains: float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
-    gradient_checkpointing: bool = False  # memory and speed only, never the result
+    gradient_checkpointing: bool = False  # likewise
 
-    save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
+    save_every: int = 50  # steps between checkpoints; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
     score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, of these answers
-    wandb: str | None = None  # project that gets the metrics
 
 
 # ---- The loss --------------------------------------------------------
@@ -139,7 +135,6 @@ def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, args: Args) -> torch
             return weight * (1 - torch.sigmoid(args.beta * sign * (batch.ratio - z)))
         case "apo_zero_unpaired":  # arXiv:2408.06266
             return weight * (1 - torch.sigmoid(args.beta * sign * batch.ratio))
-    raise BadInput(f"there is no loss {loss}")
 
 
 def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -165,7 +160,7 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     completion: tuple[int, ...]
     is_desirable: bool
-    other: tuple[int, ...]  # y', an answer to another prompt, for z; () if the loss needs none
+    other: tuple[int, ...]  # y', an answer to another prompt; () if the loss needs none
     columns: dict  # of the file
 
 
@@ -193,7 +188,7 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
 
 @torch.no_grad()
 def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
-    """z of equation 7, a scalar: a mean over the whole batch, then clamped, without β."""
+    """z of equation 7, a scalar: the mean over the whole batch, then clamped."""
     others = other_groups(rows)
     total = torch.zeros((), device=policy.device)
     for indices, counts in micro_batches(policy, others, args.tokens_per_forward, *processes()):
@@ -286,16 +281,17 @@ def main(args: Args) -> list[dict]:
         values = {"step": 0}
         values |= write_samples(policy, tokenizer, eval_rows, 0, out, args)
         values |= evaluate(policy, eval_rows, reference, args)
-        log(out, values, args)
+        append(out / "metrics.jsonl", [values])
 
     window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
+    ref_logps = reference  # a cache has the log-probs of all steps
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         first = step - (step - 1) % window
-        if step in (first, last_step + 1):  # a resumed run scores its whole window again; a cache has all steps
+        if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
             n_steps = min(window, steps + 1 - first)
             rows_ahead = batch_rows(first, train_rows, batch_size, args.seed, n_steps)
             needed = groups(rows_ahead) + other_groups(rows_ahead)
@@ -324,7 +320,7 @@ def main(args: Args) -> list[dict]:
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
-        log(out, values, args)
+        append(out / "metrics.jsonl", [values])
         if args.model_every and step % args.model_every == 0:
             save_model(policy, tokenizer, out / f"model-{step}")
         if step == steps or (args.save_every and step % args.save_every == 0):
@@ -332,7 +328,7 @@ def main(args: Args) -> list[dict]:
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} rows; the model is in {out / 'model'}")
+    print(f"{steps} steps of {batch_size} rows; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
     return report(out)
 
@@ -381,13 +377,16 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
 
 # ---- Rows of the data ------------------------------------------------
 
+COLUMNS = 'prompt, completion, label, or prompt, chosen, rejected, as strings or lists of {"role", "content"}'
+
+
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     """A pair gives two rows, any other row one."""
     rows = []
-    for prompt, completions, columns in encode(tokenizer, source, answers_of, args):
-        labels = [True, False] if len(completions) == 2 else [is_desirable(columns)]
-        for completion, label in zip(completions, labels):
-            rows.append(Row(prompt, completion, label, (), columns))
+    for _, sequences, begins, columns in encode(tokenizer, source, answers_of, args):
+        labels = [True, False] if len(sequences) == 2 else [is_desirable(columns)]
+        for ids, begin, label in zip(sequences, begins, labels):
+            rows.append(Row(ids[:begin], ids[begin:], label, (), columns))
     return rows
 
 
@@ -399,30 +398,28 @@ def answers_of(row: dict) -> list:
 
 
 def is_desirable(row: dict) -> bool:
-    labels = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-    label = str(row["label"])
-    if label.lower() not in labels:
+    label = str(row["label"]).lower()
+    if label not in ("true", "1", "1.0", "false", "0", "0.0"):
         raise ValueError(f"a label is true or false, 1 or 0, not {label}")
-    return labels[label.lower()]
+    return label in ("true", "1", "1.0")
 
 
 def derange(prompts: list[tuple], seed: int) -> list[int]:
-    """For each row the index of a row with another prompt; each index occurs once. The shuffled rows are sorted by
-    prompt, and this order is rotated by the number of rows of the most frequent prompt."""
+    """For each row the index of one with another prompt; each occurs once. Rows sorted by prompt are rotated by the
+    number of rows of the most frequent prompt."""
     rows_of: dict[tuple, list[int]] = {}
     for i in generator(seed, "derange").permutation(len(prompts)).tolist():
         rows_of.setdefault(prompts[i], []).append(i)
     most = max(len(rows) for rows in rows_of.values())
     if 2 * most > len(prompts):
-        raise BadInput(f"one prompt has {most} of the {len(prompts)} rows, so some rows have no answer to another "
-                       "prompt for z: add rows of other prompts, or use --loss apo_zero_unpaired")
+        raise BadInput(f"one prompt has {most} of {len(prompts)} rows, too many for z: use --loss apo_zero_unpaired")
     order = [i for rows in rows_of.values() for i in rows]
     partners = dict(zip(order, order[most:] + order[:most]))
     return [partners[i] for i in range(len(prompts))]
 
 
 def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tuple[list[Row], list[Row]]:
-    """Draws y' for every row, once for all epochs. Held-out rows get answers of training rows."""
+    """Draws y' for every row, once. Held-out rows get answers of training rows."""
     partners = derange([row.prompt for row in train_rows], args.seed)
     train_others = [train_rows[j] for j in partners]
     eval_others = []
@@ -435,12 +432,10 @@ def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tupl
         pairs = zip(rows, others)
         return [row._replace(other=other.completion[:args.max_length - len(row.prompt)]) for row, other in pairs]
 
-    others = train_others + eval_others
-    train_rows = with_others(train_rows, train_others)
-    eval_rows = with_others(eval_rows, eval_others)
-    n_cut = sum(len(row.other) < len(other.completion) for row, other in zip(train_rows + eval_rows, others))
-    print(f"{n_cut} of {len(others)} answers to other prompts are cut to --max_length, for z")
-    return train_rows, eval_rows
+    rows = with_others(train_rows + eval_rows, train_others + eval_others)
+    n_cut = sum(len(row.other) < len(other.completion) for row, other in zip(rows, train_others + eval_others))
+    print(f"{n_cut} of {len(rows)} y' are cut to --max_length")
+    return rows[:len(train_rows)], rows[len(train_rows):]
 
 
 def print_balance(train_rows: list[Row], args: Args):
@@ -449,14 +444,13 @@ def print_balance(train_rows: list[Row], args: Args):
     if not desirable or not undesirable:
         raise BadInput(f"{args.data}: all rows have the same label, but KTO needs both")
     ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
-    print(f"{desirable} desirable rows, {undesirable} others: λ_D n_D / λ_U n_U is {ratio:.2f}; the paper's "
-          "equation 8 asks for 1 to 4/3: see --desirable_weight, --undesirable_weight")
+    print(f"{desirable} rows are desirable, {undesirable} not: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
 
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
 
 def load_data(tokenizer, args) -> tuple[list, list]:
-    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
+    """Rows to train on, and held-out rows: of --eval_data, or all rows of some prompts."""
     rows = load_rows(args.data, tokenizer, args)
     if args.eval_data:
         return rows, load_rows(args.eval_data, tokenizer, args)
@@ -475,21 +469,22 @@ def read_rows(source: str) -> list:
         case ".csv":
             return list(csv.DictReader(open(source, encoding="utf-8-sig", newline="")))
         case ".parquet":
-            return optional("pyarrow.parquet").read_table(source).to_pylist()
+            import pyarrow.parquet
+            return pyarrow.parquet.read_table(source).to_pylist()
         case _:
+            import datasets
             name, _, split = source.partition(":")
-            return list(optional("datasets").load_dataset(name, split=split or "train"))
+            return list(datasets.load_dataset(name, split=split or "train"))
 
 
 def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
-    """Reads and tokenizes a file: [(prompt ids, [completion ids, ..], columns), ..]. Drops rows that cannot be trained
-    on, and says how many. answers_of(row): the answers in it."""
+    """Tokenizes a file: [(prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns), ..]. Drops
+    rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
     except (OSError, ValueError) as error:
-        raise BadInput(f"{source} cannot be read: {error}") from error
+        raise BadInput(f"{source} cannot be read: {error}")
     rows = []
-    texts = []  # per row the prompt, and prompt + each answer
     kinds = set()
     counts = Counter()
     for number, row in enumerate(file_rows, 1):
@@ -499,58 +494,61 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
             columns = json.loads(row) if isinstance(row, str) else row
             if None in columns:
                 raise ValueError("more cells than the header")
-            prompt, answers, repeats = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat)
-            texts.append(render(tokenizer, prompt, answers, args, columns))
-            rows.append(columns | {"prompt": prompt})
+            prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat, counts)
+            texts = render(tokenizer, prompt, answers, args, columns)
+            rows.append((restore_prompt(texts, answers, tokenizer.eos_token, counts), columns | {"prompt": prompt}))
             kinds.add((type(prompt), columns.get("prompt") is None))
             if len(kinds) > 1:
-                raise ValueError("unlike the rows before: strings or messages, with or without a prompt")
-        except Exception as error:  # of a malformed row, or of the template
-            raise BadInput(f"{source}:{number}: {error!r} in {str(row)[:200]}") from error
-        counts["with answers that repeat the prompt"] += repeats
+                raise ValueError("unlike the rows before: strings, messages, or no prompt")
+        except Exception as error:
+            if isinstance(error, (LookupError, TypeError, AttributeError)):
+                error = f"expected {COLUMNS}"
+            raise BadInput(f"{source}:{number}: {error}; found {str(row)[:200]}")
     if not rows:
         raise BadInput(f"{source} holds no rows")
-    is_text = isinstance(rows[0]["prompt"], str)
-    if is_text and args.chat_template_kwargs != "{}":
-        raise BadInput(f"{source}: --chat_template_kwargs is not for strings: add --as_chat")
-    if is_text and tokenizer.chat_template:
+    kind, lacks_prompt = kinds.pop()
+    if kind is str and tokenizer.chat_template and not lacks_prompt:
         print(f"{source}: strings are trained without the model's chat template; --as_chat applies it")
 
     encoded = []
     lengths = []
-    all_ids = tokenize(tokenizer, [text for row_texts in texts for text in row_texts], add_bos=is_text)
-    for row, row_texts in zip(rows, texts):
-        sequences = [next(all_ids) for _ in row_texts]
-        prompt = tuple(os.path.commonprefix(sequences))  # a token may join the prompt's end with an answer's beginning
-        completions = [tuple(ids[len(prompt):]) for ids in sequences[1:]]
-        short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions if len(ids) < 20]
-        lengths.append(max(map(len, sequences)))
-        if not prompt or not all(text.strip() for text in short):
-            counts["dropped: empty"] += 1
-        elif len(set(completions)) < len(completions):
+    all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
+    for texts, columns in rows:
+        prompt, *sequences = [tuple(next(all_ids)) for _ in texts]
+        begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
+        answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
+        short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
+        length = max(map(len, [prompt, *sequences]))
+        if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
+            counts["dropped: empty, or no prompt and no common beginning"] += 1
+        elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
-        elif lengths[-1] > args.max_length:
+        elif length > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
+            lengths.append(length)
         else:
-            encoded.append((prompt, completions, row))
+            encoded.append((prompt, sequences, begins, columns))
+            lengths.append(length)
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
-        enough = np.quantile(lengths, 0.95, method="inverted_cdf")
-        raise BadInput(f"{source}: too few rows ({', '.join(notes)}); --max_length {enough} suffices for 95 %")
+        if 2 * len(lengths) >= len(rows):
+            enough = np.quantile(lengths, 0.95, method="higher")
+            notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
+        raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
     return encoded
 
 
-def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list, bool]:
-    """Returns prompt and answers (strings or lists of messages), and whether the answers repeated the prompt. A prompt
-    of None becomes what the answers have in common."""
+def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple[str | list, list]:
+    """Prompt and answers as strings or messages. A prompt of None becomes what the answers have in common."""
     for text in (prompt, *answers):
-        is_json = isinstance(text, str) and text.lstrip().startswith(("[{", "{'", '{"'))
-        if is_json and "role" in text and "content" in text:
+        if isinstance(text, str) and re.match(r"""(?s)\s*\[?\{.*['"]role['"]:""", text) and "content" in text:
             raise ValueError("messages written as a string")
     if prompt is None:
         if len(answers) < 2:
             raise KeyError("prompt")
+        if as_chat and isinstance(answers[0], str):
+            raise ValueError("--as_chat needs a prompt column")
         common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # characters or messages
         prompt = answers[0][:len(common)]
         if isinstance(prompt, str):
@@ -559,22 +557,26 @@ def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list
     if isinstance(prompt, str) and answers and not isinstance(answers[0], str):
         prompt = [{"role": "user", "content": prompt}]
     is_short = isinstance(prompt, str) and len(prompt) <= 20  # an answer may begin with the same word
-    repeats = bool(answers) and not is_short and all(answer[:len(prompt)] == prompt for answer in answers)
-    if repeats:
+    if answers and not is_short and all(answer[:len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt):] for answer in answers]
-    roles = {answer[0]["role"] for answer in answers if answer and isinstance(answer, list)}
+        counts["with answers that repeat the prompt"] += 1
+    roles = {message["role"] for answer in answers if isinstance(answer, list) for message in answer[:1] + answer[-1:]}
     if roles & {"user", "system"}:
-        raise ValueError("an answer begins with a user or system message")
+        raise ValueError("an answer begins or ends with a user or system message")
     if as_chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt.strip()}]
         answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
-    return prompt, answers, repeats
+    return prompt, answers
 
 
 def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
     """The text of the prompt, and of prompt + each answer. Strings end with EOS, chats as their template says."""
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
+        if answers and eos is None:
+            raise ValueError("the tokenizer has no EOS token")
+        if args.chat_template_kwargs != "{}":
+            raise ValueError("--chat_template_kwargs is not for strings: add --as_chat")
         return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
     options = {"tokenize": False, "tools": columns.get("tools"), **json.loads(args.chat_template_kwargs)}
     options |= columns.get("chat_template_kwargs") or {}
@@ -589,14 +591,32 @@ def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
     return texts
 
 
+def restore_prompt(texts: list[str], answers: list, eos: str, counts: Counter) -> list[str]:
+    """The texts with the prompt that a model samples after: some templates, as Mistral's, render another before an
+    answer. What follows it begins at the last place where the answer's words stand."""
+    restored = texts[:1]
+    for text, answer in zip(texts[1:], answers):
+        if not text.startswith(texts[0]):
+            start = len(text.rpartition(eos)[0] or text)
+            for message in reversed(answer):
+                start = text.rfind(message["content"].strip(), 0, start)
+                if start < 0:
+                    raise ValueError("the chat template leaves out words of the answer")
+            if text[:start].endswith(" ") and not texts[0].endswith(" "):
+                start -= 1  # Mistral's space before an answer
+            text = texts[0] + text[start:]
+        restored.append(text)
+    counts["whose prompt reads differently before an answer"] += restored != texts
+    return restored
+
+
 def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
     """Token ids of each text, with the tokenizer's BOS unless it is there already."""
     plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
-    n_bos = next(n for n in range(len(full)) if full[n:n + len(plain)] == plain)
-    bos = full[:n_bos] if add_bos else []
+    bos = full[:full.index(plain[0])] if add_bos else []
     for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
         part = texts[start:start + 1024]
-        if tokenizer.is_fast:  # the calls above turned off the padding and truncation that its file may ask for
+        if tokenizer.is_fast:  # without its padding and truncation
             encodings = tokenizer.backend_tokenizer.encode_batch_fast(part, add_special_tokens=False)
             part_ids = [encoding.ids for encoding in encodings]
         else:
@@ -614,11 +634,11 @@ def base_of(name: str) -> str:
 
 
 def load_tokenizer(name: str, ref_name: str | None = None):
-    """The tokenizer of a checkpoint or of its base. Refuses a reference with another one."""
+    """Of a checkpoint or its base. Refuses a reference with another one."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
-        raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
+        raise BadInput(f"{ref_name} has another tokenizer than {name}")
     return tokenizer
 
 
@@ -630,8 +650,8 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio.
-    Frozen weights have the dtype of forwards; those that train are float32, and sharded where that is bfloat16."""
+    """The policy if it `trains`, else a frozen reference in the dtype of forwards. In eval mode: dropout would be noise
+    in every log-ratio."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
@@ -653,7 +673,6 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
 
 def load_checkpoint(kind, name: str, dtype: str = "auto"):
-    """A model of a transformers class, with all its weights. dtype "auto": as stored."""
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
     model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
@@ -663,11 +682,10 @@ def load_checkpoint(kind, name: str, dtype: str = "auto"):
 
 def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
-    peft = optional("peft")
+    import peft
     if folder is None:
-        names = args.lora_target.split(",") if re.fullmatch(r"\w+(,\w+)*", args.lora_target) else args.lora_target
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules=names,
-                                 task_type="CAUSAL_LM")
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
+                                 target_modules=args.lora_target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
@@ -689,17 +707,9 @@ def load_reference(policy, device: str, args):
     return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
-def optional(package: str):
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise BadInput(f"pip install {error.name} first") from error
-
-
 @lru_cache
 def load_function(spec: str) -> Callable:
-    """FILE.py:FUNCTION -> the function."""
-    file, _, name = spec.rpartition(":")
+    file, _, name = spec.rpartition(":")  # FILE.py:FUNCTION
     sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
     return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 
@@ -707,8 +717,8 @@ def load_function(spec: str) -> Callable:
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
 def resolve(args, new_tokens: int = 0):
-    """Checks flags, and fills in those that depend on others. new_tokens: sampled after each row."""
-    if args.model is None and args.data is None:
+    """Checks and completes the flags. new_tokens: sampled after each row."""
+    if args.model is None and args.data is None and (HERE / "demo").exists():
         args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
@@ -730,7 +740,7 @@ def resolve(args, new_tokens: int = 0):
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """A function of seed, purpose and step or epoch: a resumed run needs no saved state."""
+    """A function of its arguments: a resumed run needs no saved state."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
@@ -762,7 +772,7 @@ def learning_rate(step: int, steps: int, args) -> float:
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
 def lock_folder(out: Path, args) -> FileLock:
-    """Creates and locks the output folder. Refuses that of a running or finished run."""
+    """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
@@ -772,15 +782,12 @@ def lock_folder(out: Path, args) -> FileLock:
             lock.acquire()
         except Timeout:
             raise BadInput(f"another run writes into {out}: name another --out") from None
-        write_whole(out / "args.json", [json.dumps(asdict(args), indent=1).encode()])
-        if args.wandb:
-            optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
     return lock
 
 
 def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """What a run and its checkpoint must have in common. functions: FILE.py:FUNCTION"""
-    may_change = ("out ref_cache save_every model_every eval_every samples wandb tokens_per_forward rollout_tokens "
+    """What a run and its checkpoint must have in common."""
+    may_change = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
                   "gradient_checkpointing").split()
     run = {name: value for name, value in asdict(args).items() if name not in may_change}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
@@ -801,7 +808,7 @@ def digest_of(items: list) -> str:
 
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
-    """What a step changes in place: weights that train, and their optimizer state, created by a step with lr 0."""
+    """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
     for weight in weights.values():
         weight.grad = torch.zeros_like(weight)
@@ -814,7 +821,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
-    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
+    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
     if processes()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed save
@@ -855,26 +862,13 @@ def append(path: Path, lines: list[dict]):
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def log(out: Path, values: dict, args):
-    """Adds a step to metrics.jsonl and wandb."""
-    append(out / "metrics.jsonl", [values])
-    if args.wandb and processes()[0] == 0:
-        optional("wandb").log(values, step=values["step"])
-
-
 def report(out: Path) -> list[dict]:
-    """Prints held-out metrics and three answers, before and after. Returns the lines of metrics.jsonl."""
-    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
-    first, last = history[0], history[-1]
+    """Prints held-out metrics before and after. Returns the lines of metrics.jsonl."""
+    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     print(f"{'held out':29} before   after")
-    for name, after in last.items():
+    for name, after in history[-1].items():
         if name.startswith("eval_"):
-            print(f"{name:28} {first[name]:z7.3f} {after:z7.3f}")
-    held_out = [line for line in samples if line.get("held_out", True)]
-    before, after = ([line for line in held_out if line["step"] == values["step"]] for values in (first, last))
-    for old, new in list(zip(before, after))[:3]:
-        for text in (f"prompt {new['prompt']}", f"before {old['completion']!r}", f"after  {new['completion']!r}"):
-            print(text[:shutil.get_terminal_size().columns])
+            print(f"{name:28} {history[0][name]:z7.3f} {after:z7.3f}")
     return history
 
 
@@ -895,7 +889,9 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, torch.OutOfMemoryError) as error:
-        advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
+    except (BadInput, ImportError, torch.OutOfMemoryError) as error:
+        advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing"
         print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)

@@ -50,7 +50,7 @@ sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
 
 
 class BadInput(ValueError):
-    """Wrong usage, data or files. The message is one sentence: where, what is wrong, what to do."""
+    """Wrong usage, data or files. One sentence: where, what is wrong, what to do."""
 
 
 class CannotShare(BadInput):
@@ -164,7 +164,7 @@ class ReferenceCache(Mapping):
             self.stamp = stamp_of(path)
 
     def load(self, path):
-        """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged, or has another header."""
+        """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged or has another header."""
         try:
             first_line, _, pickled = Path(path).read_bytes().partition(b"\n")
             header = json.loads(first_line)
@@ -387,7 +387,7 @@ def check_groups(core, groups: Groups):
     vocabulary = len(core.get_input_embeddings().weight)
     for prompt, completions in groups:
         if not prompt or not completions or not all(completions):
-            raise BadInput("a prompt or completion without tokens has no log-prob: leave it out")
+            raise BadInput("a prompt or completion without tokens: leave it out")
         length = len(prompt) + max(map(len, completions))
         if length > context or max(map(max, (prompt, *completions))) >= vocabulary:
             raise BadInput(f"a row of {length} tokens: the model has {context} positions, {vocabulary} embeddings")
@@ -489,7 +489,7 @@ def check_agreement(difference: float, dtype: str):
     if dtype == "bfloat16":
         limit = 1e-2 if processes()[1] == 1 else 3e-2  # other batches round differently
     if not difference < limit:
-        raise BadInput(f"policy and reference differ by {difference:.2g} nats per token: delete the cache, which may be "
+        raise BadInput(f"policy and reference differ by {difference:.2g} nats per token: delete the cache, if it is "
                        "another model's, or try --dtype float32")
 
 
@@ -558,7 +558,7 @@ def context_length(config) -> float:
     names = ("max_position_embeddings", "index_topk", "keep_window_size")  # the last two: longer rows are sparse
     bounds = [getattr(config, name, None) for name in names]
     for rope in (ropes, *ropes.values()):
-        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):  # others rotate all rows alike
+        if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):  # others treat all rows alike
             bounds.append(rope.get("original_max_position_embeddings"))
     return min(filter(None, bounds), default=math.inf)
 
@@ -701,8 +701,7 @@ def check_padded(core):
 
 
 def switch_attention(core):
-    """Switches to attention with shared prompts. A flat row must give the log-probs of one forward per sequence, and a
-    row without spans must clearly differ."""
+    """A flat row must give the log-probs of one forward per sequence, and a row without spans must clearly differ."""
     layers = set(getattr(core.config.get_text_config(), "layer_types", None) or ())
     if core._is_stateful or not layers <= {"full_attention", "sliding_attention"}:
         raise CannotShare("recurrent, convolutional or chunked layers would mix completions")
@@ -719,8 +718,8 @@ def has_shared_prompts(model) -> bool:
 
 
 def probe(core, lay_out: Callable, cut=False) -> tuple[float, torch.dtype]:
-    """Largest difference, in nats, between log-probs in this layout and those of one forward per sequence, and the
-    dtype of the forwards. With `cut` a sequence ends earlier, which must change nothing."""
+    """Largest difference, in nats, from log-probs of one forward per sequence, and the dtype of forwards. With `cut` a
+    sequence ends earlier, which must change nothing."""
     ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 96).long().tolist()
     prompt, first, second = tuple(ids[::3]), tuple(ids[1::3]), tuple(ids[2::3][:5])  # 32, 32 and 5 tokens
     errors = []
@@ -774,7 +773,7 @@ def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
 
 
 def one_kernel_serves(query, value) -> bool:
-    """Whether one varlen_attn call can serve all spans. A loop over them is bound by kernel launches on CUDA."""
+    """Whether one varlen_attn call can serve all spans: a loop is bound by kernel launches on CUDA."""
     size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
     return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
             and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
@@ -815,7 +814,7 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
     ids, positions = to_device(torch.from_numpy(np.stack([ids, np.concatenate(positions)])), device)  # (T,)
     sources, targets = to_device(torch.from_numpy(np.stack([np.concatenate(sources), targets])), device)  # (N,)
     keys = to_device(torch.from_numpy(np.concatenate(keys)), device) if len(ids) < key_ends[-1] else None  # (T_k,)
-    # without an all-ones mask, transformers treats restarting positions as packed sequences and masks the prompts
+    # without a mask of ones, transformers treats restarting positions as packed sequences and masks the prompts
     ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(ids))
     spans = None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)
     return dict(input_ids=ids[None], position_ids=positions[None], attention_mask=ones, spans=spans), sources, targets

@@ -5,25 +5,24 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     (1)   ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x), y_i ~ π(·|x)
     (2)   R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
 
-    python rloo.py  # the demo: offline, under a minute
-    python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
+    python rloo.py  # the demo: offline
+    python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful
 
-A prompt is encoded once for its k samples: in the rollout and in training. A killed run resumes
-if the command is repeated.
+A prompt is encoded once for its k samples. A killed run resumes if its command is repeated.
 
 Data      rows `prompt`, a string or chat messages, and any columns for the reward:
           {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
-          A reward is a function(prompts, completions, **columns) that returns a float, or None, per completion.
+          A reward is a function(prompts, completions, **columns) -> a float or None per completion.
 Shapes    B prompts per step, k samples each, T tokens in the longest: rewards and advantages are (B, k); log-probs of
           tokens are (B, k, T), 0 after the end of a sample. b: prompts in a micro-batch.
 Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function |
-          frac_reward_zero_std: share of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
-          per token | completions/mean_length | completions/clipped_ratio: share of samples cut off by max_new_tokens |
-          loss | clip_ratio | grad_norm | learning_rate. eval_*: one sample of each held-out prompt.
+          frac_reward_zero_std: fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
+          per token | completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss |
+          clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token |
+          grad_norm | learning_rate | seconds | tokens_per_second | eval_*: of one sample per held-out prompt
 """
 import csv
 import hashlib
-import importlib
 import json
 import math
 import os
@@ -58,8 +57,8 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts, micro_batches, pack,
-    process_group, processes, progress_bar, shard, unsharded, unwrap_model, write_whole)
+    context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts,
+    micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -81,10 +80,10 @@ class Args:
     as_chat: bool = False  # strings become messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of a prompt; longer ones are dropped and counted
-    out: str = "out/rloo"  # folder for everything that a run writes
+    out: str = "out/rloo"  # folder of the run
 
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed
-    reward_model: str | None = None  # sequence classifier with one output: folder or hub name
+    reward_model: str | None = None  # classifier with one output: folder or hub name
     reward_weights: tuple[float, ...] = ()  # of the functions, then the model; empty: 1 each
     reward_clip: tuple[float, float] | None = None  # range of the total reward, before KL
 
@@ -95,12 +94,12 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or layer names (q_proj,v_proj), or a regular expression
+    lora_target: str = "all-linear"  # or layer names, as a regular expression
 
-    k: int = 4  # samples per prompt; TRL's num_generations
+    k: int = 4  # samples per prompt
     beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
     updates_per_rollout: int = 1  # optimizer steps per rollout
-    clip_eps: float = 0.2  # the ratio is clipped to [1 − clip_eps, 1 + clip_eps]
+    clip_eps: float = 0.2  # the ratio is clipped to 1 ± clip_eps
     mask_truncated: bool = False  # leave out samples without EOS, also from the baseline
     temperature: float = 1.0  # of sampling, and of all log-probs
     top_p: float = 1.0  # of sampling; log-probs are of the full distribution
@@ -117,34 +116,41 @@ class Args:
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA; what trains: float32
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
-    rollout_tokens: int = 65536  # places in the key-value cache; memory and speed only, never the result
-    gradient_checkpointing: bool = False  # memory and speed only, never the result
+    rollout_tokens: int = 65536  # places in the key-value cache; likewise
+    gradient_checkpointing: bool = False  # likewise
 
-    save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
+    save_every: int = 50  # steps between checkpoints; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
-    wandb: str | None = None  # project that gets the metrics
 
 
 # ---- The loss --------------------------------------------------------
 
+def compute_advantages(rewards: torch.Tensor, old_logps: torch.Tensor, ref_logps: torch.Tensor, beta: float):
+    """Equation (2), then (1): rewards (B, k), log-probs (B, k, T) -> (B, k)."""
+    kl = (old_logps - ref_logps).sum(dim=2)  # k1: in a reward it is unbiased, k3 in a loss is not (arXiv:2512.21852)
+    return leave_one_out(rewards - beta * kl)
+
+
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
     """(B, k) -> (B, k): each reward minus the mean of the prompt's other samples. A sample with NaN is left out: its
-    advantage is 0, and no baseline contains it. No division by the standard deviation: it would bias the gradient."""
+    advantage is 0, and no baseline contains it. Division by the standard deviation would bias the gradient."""
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (B, 1)
     sum_of_others = rewards.nansum(dim=1, keepdim=True) - rewards
     advantages = rewards - sum_of_others / (counts - 1)  # of (1)
     return torch.where(counts > 1, advantages, 0.0).nan_to_num(0.0)
 
 
-def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float) -> torch.Tensor:
-    """The loss per sample, (B, k). Where old_logp = logp its gradient is −advantage · ∇ log π(y|x), as in (1)."""
-    log_ratio = (logp - old_logp).clamp(max=88)  # of whole sequences; e^89 is inf, and inf · 0 is NaN
+def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float):
+    """The loss of each sample, (B, k), or of each token, (B, k, T), and whether its ratio is clipped. Where
+    old_logp = logp the gradient is −advantage · ∇ log π(y|x), as in (1)."""
+    log_ratio = (logp - old_logp).clamp(max=88)  # e^89 is inf, and inf · 0 is NaN
     ratio = torch.exp(log_ratio)
     clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    return -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    losses = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    return losses, clipped_ratio * advantages < ratio * advantages
 
 
 # ---- A batch ---------------------------------------------------------
@@ -155,19 +161,18 @@ class Row(NamedTuple):
 
 
 class Sample(NamedTuple):
-    tokens: tuple[int, ...]  # with its stop token
-    logp: float  # log π(y|x) of the sampler
-    entropy: float  # of the sampler, in nats, summed over tokens
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]  # of the sampler
+    entropy: float  # summed over tokens
 
 
 class Samples(NamedTuple):
-    """k samples for each of B prompts."""
-    groups: list  # [(prompt, [y_1 .. y_k]), ..]: token ids, a sample with its stop token
+    groups: list  # [(prompt, [y_1 .. y_k]), ..] for B prompts: token ids, with stop tokens
     texts: list[list[str]]  # k per prompt
     mask: torch.Tensor  # (B, k, T) bool: whether the sample has a token t
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
-    logp: torch.Tensor  # (B, k): log π(y|x) of the sampler
-    entropy: torch.Tensor  # (B, k): of the sampler, in nats, summed over tokens
+    logps: torch.Tensor  # (B, k, T): of the sampler, 0 after the end
+    entropy: torch.Tensor  # (B, k)
 
 
 def token_logprobs(model, groups: list, T: int, args: Args) -> torch.Tensor:
@@ -177,55 +182,55 @@ def token_logprobs(model, groups: list, T: int, args: Args) -> torch.Tensor:
 
 
 @torch.no_grad()
-def score_reference(reference, samples: Samples, device: str, args: Args) -> torch.Tensor | None:
-    """log π_ref of each token, (B, k, T): in the micro-batches of run_batch, so that it equals log π before step 1."""
-    if reference is None:
-        return None
+def score_reference(reference, samples: Samples, device: str, args: Args) -> torch.Tensor:
+    """log π_ref of each token, (B, k, T), in the micro-batches of run_batch; 0 without a reference."""
     ref_logps = torch.zeros(samples.mask.shape, device=device)
+    if reference is None:
+        return ref_logps
     with reference as model:
         for indices, counts in micro_batches(model, samples.groups, args.tokens_per_forward, *processes()):
             micro = [samples.groups[i] for i in indices]
+            indices = to_device(torch.tensor(indices), device)
             ref_logps[indices] += token_logprobs(model, micro, ref_logps.shape[2], args) * counts
     return all_reduce(ref_logps)
 
 
-def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor | None,
+def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor,
               old_logps: torch.Tensor | None, args: Args) -> tuple[torch.Tensor, dict]:
-    """Adds the gradient of the mean loss, in micro-batches that the processes share. rewards (B, k), log-probs
-    (B, k, T). old_logps None: the policy is still the one that sampled. Returns log π without gradient, and metrics."""
+    """Adds the gradient of the mean loss. rewards (B, k), log-probs (B, k, T). old_logps None: the policy is still the one
+    that sampled, and the forward with the gradient gives them; so advantages, which contain the KL penalty, are
+    computed here. Returns log π and metrics."""
+    divisor = rewards.numel()  # the loss is a mean over samples
     all_logps = torch.zeros(samples.mask.shape, device=rewards.device)
     loss_sum = torch.zeros((), device=rewards.device)
     clip_sum = torch.zeros((), device=rewards.device)
     for indices, counts in micro_batches(policy, samples.groups, args.tokens_per_forward, *processes()):
         micro = [samples.groups[i] for i in indices]
+        indices = to_device(torch.tensor(indices), rewards.device)  # a list as an index would wait for the GPU
         logps = token_logprobs(policy, micro, all_logps.shape[2], args)  # (b, k, T)
         old = logps.detach() if old_logps is None else old_logps[indices]
-        reward = rewards[indices]  # (b, k)
-        if ref_logps is not None:
-            reward = reward - args.beta * (old - ref_logps[indices]).sum(dim=2)  # R of (2)
-        advantages = leave_one_out(reward)  # of (1)
-        logp, old_logp = logps.sum(dim=2), old.sum(dim=2)  # (b, k)
-        loss = policy_loss(logp, old_logp, advantages, args.clip_eps).sum() / rewards.numel() * counts
+        advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
+        losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)  # (b, k)
+        loss = losses.sum() / divisor * counts
         loss.backward()
 
         all_logps[indices] += logps.detach() * counts
         loss_sum += loss.detach()
-        ratio = (logp - old_logp).detach().exp()
-        is_clipped = (ratio - 1) * advantages.sign() > args.clip_eps
         clip_sum += is_clipped.sum() * counts
-    values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / rewards.numel()}
+    values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / divisor}
     return all_reduce(all_logps), values
 
 
 def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
-    """Of samples and their rewards (B, k), before clipping and KL."""
-    known = rewards[~rewards.isnan()]
+    """Of samples and their rewards, (B, k)."""
+    is_known = ~rewards.isnan()
+    known = rewards[is_known]
     highest = rewards.nan_to_num(-math.inf).amax(dim=1)
     lowest = rewards.nan_to_num(math.inf).amin(dim=1)
     return {
         "reward": known.mean().item(),
-        "reward_std": known.std(correction=0).item(),
-        "frac_reward_zero_std": (highest <= lowest).float().mean().item(),
+        "reward_std": known.std(correction=min(1, len(known) - 1)).item(),
+        "frac_reward_zero_std": ((highest <= lowest) & (is_known.sum(dim=1) > 1)).float().mean().item(),
         "completions/mean_length": samples.mask.sum(dim=2).float().mean().item(),
         "completions/clipped_ratio": 1 - samples.ended.float().mean().item(),
         "entropy": (samples.entropy.sum() / samples.mask.sum()).item(),
@@ -234,7 +239,6 @@ def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, step: int, out: Path, args: Args) -> dict:
-    """Metrics of one sample per held-out prompt, always with the same random numbers."""
     if not rows:
         return {}
     samples = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
@@ -243,9 +247,8 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
     values = metrics(samples, rewards) | reward_means
     del values["frac_reward_zero_std"]  # of one sample
     ref_logps = score_reference(reference, samples, policy.device, args)
-    if ref_logps is not None:
-        ratios = samples.logp - ref_logps.sum(dim=2).cpu()  # (B, 1)
-        values["kl"] = (ratios.sum() / samples.mask.sum()).item()
+    if reference:
+        values["kl"] = ((samples.logps - ref_logps.cpu()).sum() / samples.mask.sum()).item()
     return {f"eval_{name}": value for name, value in values.items()}
 
 
@@ -285,7 +288,7 @@ def main(args: Args) -> list[dict]:
     if last_step == 0:
         values = {"step": 0}
         values |= evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
-        log(out, values, args)
+        append(out / "metrics.jsonl", [values])
     if steps == 0:
         barrier()  # the first process has written
         return report(out)
@@ -321,7 +324,10 @@ def main(args: Args) -> list[dict]:
             optimizer.step()
             optimizer.zero_grad()
 
-        if ref_logps is not None:
+        difference = (old_logps.cpu() - samples.logps).abs()
+        values["sampling/sampling_logp_difference/mean"] = (difference.sum() / samples.mask.sum()).item()
+        values["sampling/sampling_logp_difference/max"] = difference.max().item()
+        if reference:
             lengths = samples.mask.sum(dim=2).to(device)  # (B, k)
             ratios = (old_logps - ref_logps).sum(dim=2)  # (B, k)
             values["kl"] = (ratios.sum() / lengths.sum()).item()
@@ -334,7 +340,7 @@ def main(args: Args) -> list[dict]:
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
-        log(out, values, args)
+        append(out / "metrics.jsonl", [values])
         if args.model_every and step % args.model_every == 0:
             save_model(policy, tokenizer, out / f"model-{step}")
         if step == steps or (args.save_every and step % args.save_every == 0):
@@ -342,19 +348,23 @@ def main(args: Args) -> list[dict]:
         progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} × {args.k} samples; the model is in {out / 'model'}")
+    print(f"{steps} steps of {batch_size} × {args.k} samples; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
-    return report(out)
+    history = report(out)
+    if all(values["frac_reward_zero_std"] == 1 for values in history[1:]):
+        print("A prompt's samples always had equal rewards: nothing was learned.")
+    return history
 
 
 # ---- Sampling --------------------------------------------------------
 
 @torch.no_grad()
 def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Samples:
-    """y_1 .. y_k ~ π(·|x) of (1) for each prompt. Token t of sample i of prompt b is drawn with the uniform number
-    u[b, i, t], a function of (seed, step): batching changes no sample."""
+    """y_1 .. y_k ~ π(·|x) of (1). Token t of sample i of prompt b is drawn with the uniform number u[b, i, t], which
+    depends on seed and step: batching changes no sample."""
     u = torch.from_numpy(generator(args.seed, "rollout", step).random((len(prompts), k, args.max_new_tokens)))
-    stops = stop_tokens(unwrap_model(policy), tokenizer)
+    core = unwrap_model(policy)
+    stops = stop_tokens(core, tokenizer)
 
     def batches(budget):
         if not has_shared_prompts(policy):
@@ -363,28 +373,32 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
 
     drawn = {}  # index of a prompt -> k samples
     with unsharded(policy):
-        for batch in progress_bar(divide_batches(batches, args.rollout_tokens, *processes()), desc="sample", unit="batch"):
+        parts = divide_batches(batches, args.rollout_tokens, *processes())
+        for batch in progress_bar(parts, desc="sample", unit="batch"):
             if batch:
                 batch_prompts = [prompts[i] for i in batch]
-                drawn |= zip(batch, decode(unwrap_model(policy), batch_prompts, u[batch].to(policy.device), stops, args))
+                drawn |= zip(batch, decode(core, batch_prompts, u[batch].to(policy.device), stops, args))
     drawn = {i: samples for part in all_gather(drawn) for i, samples in part.items()}
     drawn = [drawn[i] for i in range(len(prompts))]
 
     completions = [[sample.tokens for sample in samples] for samples in drawn]
     lengths = torch.tensor([[len(y) for y in ys] for ys in completions])
+    mask = torch.arange(lengths.max()) < lengths[..., None]
+    logps = torch.zeros(mask.shape)
+    logps[mask] = torch.tensor([logp for samples in drawn for sample in samples for logp in sample.logps])
     return Samples(
         groups=list(zip(prompts, completions)),
         texts=[tokenizer.batch_decode(ys, skip_special_tokens=True) for ys in completions],
-        mask=torch.arange(lengths.max()) < lengths[..., None],
+        mask=mask,
         ended=torch.tensor([[y[-1] in stops for y in ys] for ys in completions]),
-        logp=torch.tensor([[sample.logp for sample in samples] for samples in drawn]),
+        logps=logps,
         entropy=torch.tensor([[sample.entropy for sample in samples] for samples in drawn]),
     )
 
 
 class GrowingLayer(DynamicLayer):
     """A key-value cache with room for 64 more tokens: torch.cat would copy all of it for each token."""
-    room = None  # keys and values with free places
+    room = None
 
     def update(self, key, value, *args, **kwargs):
         n = self.get_seq_length()
@@ -403,15 +417,14 @@ class GrowingLayer(DynamicLayer):
 
 
 def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> list[list[Sample]]:
-    """u (B, k, T) -> k samples for each prompt."""
-    B, k, T = u.shape
+    B, k, T = u.shape  # k samples for each prompt
     device = core.device
     stops = torch.tensor(stops, dtype=torch.long, device=device)
     share = has_shared_prompts(core)
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(device)  # (B, longest)
     mask = (ids >= 0).long()
     ids = ids.clamp(min=0)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # padding is not counted
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
     if share:  # encode every prompt once, then copy its keys and values to k rows
         cache = DynamicCache(config=core.config)
         cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
@@ -436,10 +449,10 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
         tokens[rows, t] = token
         lengths[rows] = torch.where(torch.isin(token, stops), lengths[rows].clamp(max=t + 1), lengths[rows])
         alive = lengths[rows] > t + 1
-        unfinished = alive.sum().item()  # the loop waits for the GPU here
+        unfinished = alive.sum().item()  # waits for the GPU
         if not unfinished:
             break
-        if share and unfinished <= 0.75 * len(rows):  # removed together: each removal copies the cache
+        if share and unfinished <= 0.75 * len(rows):  # together: each removal copies the cache
             stay = alive.nonzero()[:, 0]
             cache["past_key_values"].batch_select_indices(stay)
             rows, mask, positions, token = rows[stay], mask[stay], positions[stay], token[stay]
@@ -450,47 +463,46 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
             inputs["attention_mask"] = mask
         logits = core(**inputs, **cache, use_cache=True).logits[:, -1]
 
-    is_late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): tokens after the end
-    logps = logps.masked_fill(is_late, 0.0).sum(1).tolist()
+    is_late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): after the end
     entropies = entropies.masked_fill(is_late, 0.0).sum(1).tolist()
-    completions = [tuple(y[:length]) for y, length in zip(tokens.tolist(), lengths.tolist())]
-    samples = list(map(Sample, completions, logps, entropies))
+    columns = zip(lengths.tolist(), tokens.tolist(), logps.tolist(), entropies)
+    samples = [Sample(tuple(y[:length]), tuple(logp[:length]), entropy) for length, y, logp, entropy in columns]
     return [samples[i:i + k] for i in range(0, B * k, k)]
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
-    """(n, V) logits, (n,) uniform numbers -> (n,) tokens; their log-probs before top_k and top_p; entropies after."""
+    """(n, V) logits, (n,) uniform numbers -> (n,) tokens, their log-probs, and entropies: before top_k and top_p."""
     logps = torch.log_softmax(logits.float() / temperature, dim=-1)
     kept = logps
     if top_k:
         kept = TopKLogitsWarper(top_k)(None, kept)
     if top_p < 1:
         kept = TopPLogitsWarper(top_p)(None, kept)
-    probs = kept.exp() if kept is logps else kept.softmax(-1)
+    full_probs = logps.exp()
+    entropy = -(full_probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
+    probs = full_probs if kept is logps else kept.softmax(-1)
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
     token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)
-    entropy = -torch.special.xlogy(probs, probs).sum(-1)
     return token[:, 0], logps.gather(-1, token)[:, 0], entropy
 
 
 def check_sampler(policy, tokenizer, args: Args):
-    """Refuses a model whose log-probs change with a key-value cache."""
+    """Log-probs with a key-value cache must be those without."""
     args = replace(args, max_new_tokens=8)
     ids = torch.linspace(1, policy.config.get_text_config().vocab_size - 1, 13).long().tolist()
     samples = rollout(policy, tokenizer, [tuple(ids[:8]), tuple(ids[8:])], 2, 0, args)
     with torch.no_grad():
         logp = token_logprobs(policy, samples.groups, samples.mask.shape[2], args).sum(dim=2).cpu()
-    difference = ((samples.logp - logp).abs() / samples.mask.sum(dim=2)).max()  # nats per token
+    difference = ((samples.logps.sum(dim=2) - logp).abs() / samples.mask.sum(dim=2)).max()  # nats per token
     if not difference < (5e-2 if args.dtype == "bfloat16" else 1e-3):
-        raise BadInput(f"{args.model} cannot be sampled from: its key-value cache changes log-probs by "
-                       f"{difference:.2g} nats per token")
+        raise BadInput(f"{args.model}: a key-value cache changes log-probs by {difference:.2g} nats per token")
 
 
 # ---- Rewards ---------------------------------------------------------
 
 def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -> tuple[torch.Tensor, dict]:
-    """The weighted sum of the rewards, (B, k), NaN without any; and the mean of each."""
+    """The weighted sum of the rewards, (B, k), or NaN; and the mean of each."""
     rank, ranks = processes()
     own = slice(len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks)  # of this process
     k = samples.mask.shape[1]
@@ -503,8 +515,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     inputs["ended"] = samples.ended[own].flatten().tolist()
     if not isinstance(rows[0].columns["prompt"], str):
         inputs["completions"] = [[{"role": "assistant", "content": text}] for text in inputs["completions"]]
-    total = torch.zeros(len(rows) * k)
-    has_reward = torch.zeros(len(rows) * k, dtype=torch.bool)
+    all_values = []
     means = {}
     for name, function, weight in functions:
         values = function(**deepcopy(inputs)) if repeated else []  # a function may change its arguments
@@ -512,42 +523,40 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
             raise BadInput(f"{name} gave {values} for {len(repeated)} completions: is a return missing?")
         values = [math.nan if value is None else float(value) for value in values]
         values = torch.tensor([value for part in all_gather(values) for value in part])  # (B · k,)
+        if values.isinf().any():
+            raise BadInput(f"{name} gave an infinite reward: None would leave a completion out")
         means[f"rewards/{name}"] = values.nanmean().item()
-        total += weight * values.nan_to_num(0.0)
-        has_reward |= ~values.isnan()
+        all_values.append(weight * values)
+    all_values = torch.stack(all_values)
+    has_reward = ~all_values.isnan().all(dim=0)
     if not has_reward.any():
-        raise BadInput("no completion of a step has a reward: is a return missing?")
-    return torch.where(has_reward, total, math.nan).view(-1, k), means
+        raise BadInput("no completion of a step has a reward")
+    return torch.where(has_reward, all_values.nansum(dim=0), math.nan).view(-1, k), means
 
 
 def log_samples(out: Path, step: int, held_out: bool, samples: Samples, rows: list[Row], rewards: torch.Tensor):
-    """Adds to samples.jsonl."""
     lines = []
     for row, texts, row_rewards in zip(rows, samples.texts, rewards.tolist()):
         for text, reward in zip(texts, row_rewards):
-            reward = None if math.isnan(reward) else reward
-            prompt = row.columns["prompt"]
-            lines.append(dict(step=step, held_out=held_out, prompt=prompt, completion=text, reward=reward))
+            line = dict(step=step, held_out=held_out, prompt=row.columns["prompt"], completion=text)
+            lines.append(line | {"reward": None if math.isnan(reward) else reward})
     append(out / "samples.jsonl", lines)
 
 
 def load_rewards(device: str, args: Args) -> list[tuple]:
-    """[(name, function, weight), ..] of --reward and --reward_model."""
+    """[(name, function, weight), ..]"""
     names = [spec.rpartition(":")[2] for spec in args.reward]
     functions = [load_function(spec) for spec in args.reward]
     if args.reward_model:
         names.append(Path(args.reward_model).name)
         functions.append(RewardModel(args.reward_model, device, args))
-    if len(set(names)) < len(names):
-        raise BadInput(f"two rewards have one name ({', '.join(names)}): rename a function")
-    weights = args.reward_weights or [1.0] * len(names)
-    if not names or len(weights) != len(names):
-        raise BadInput("give --reward or --reward_model, and --reward_weights for all or none")
-    return list(zip(names, functions, weights))
+    if not names:
+        raise BadInput("give --reward or --reward_model")
+    return list(zip(names, functions, args.reward_weights or [1.0] * len(names), strict=True))
 
 
 class RewardModel:
-    """A sequence classifier as a reward function. Between calls it is on the CPU."""
+    """A classifier as a reward function. Between calls it is on the CPU."""
 
     def __init__(self, name: str, device: str, args: Args):
         self.device = device
@@ -555,20 +564,22 @@ class RewardModel:
         self.tokenizer = load_tokenizer(name)
         self.model = load_checkpoint(AutoModelForSequenceClassification, name)
         if self.model.config.num_labels != 1:
-            raise BadInput(f"{name} is no reward model: it has {self.model.config.num_labels} outputs")
+            raise BadInput(f"{name} has {self.model.config.num_labels} outputs instead of 1")
 
     @torch.no_grad()
     def __call__(self, prompts, completions, ended, **columns) -> list[float]:
         texts = []
         for prompt, completion, has_ended in zip(prompts, completions, ended):
+            mark = "" if has_ended else "\uffff"  # in no text; what follows it was not sampled
+            if isinstance(prompt, str):
+                completion += mark
+            else:
+                completion = [completion[0] | {"content": completion[0]["content"] + mark}]
             text = render(self.tokenizer, prompt, [completion], self.args, {})[1]
-            said = completion if isinstance(prompt, str) else completion[0]["content"]
-            if not has_ended and said in text:
-                text = text[:text.rindex(said) + len(said)]  # the end was not sampled
-            texts.append(text)
+            texts.append(text.partition("\uffff")[0])
         rows = [torch.tensor(ids) for ids in tokenize(self.tokenizer, texts, add_bos=isinstance(prompts[0], str))]
         if max(map(len, rows)) > context_length(self.model.config):
-            raise BadInput("too long for the reward model: lower --max_length")
+            raise BadInput("too long for the reward model")
         pad = self.model.config.pad_token_id  # the model finds a row's end by it
         budget = 0 if pad is None else self.args.tokens_per_forward  # 0: each row alone
         scores = torch.zeros(len(rows))
@@ -584,14 +595,17 @@ class RewardModel:
 
 # ---- Rows of the data ------------------------------------------------
 
+COLUMNS = 'prompt, as a string or a list of {"role", "content"}'
+
+
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
-    return [Row(prompt, columns) for prompt, _, columns in encode(tokenizer, source, lambda row: [], args)]
+    return [Row(prompt, columns) for prompt, _, _, columns in encode(tokenizer, source, lambda row: [], args)]
 
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
 
 def load_data(tokenizer, args) -> tuple[list, list]:
-    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
+    """Rows to train on, and held-out rows: of --eval_data, or all rows of some prompts."""
     rows = load_rows(args.data, tokenizer, args)
     if args.eval_data:
         return rows, load_rows(args.eval_data, tokenizer, args)
@@ -610,21 +624,22 @@ def read_rows(source: str) -> list:
         case ".csv":
             return list(csv.DictReader(open(source, encoding="utf-8-sig", newline="")))
         case ".parquet":
-            return optional("pyarrow.parquet").read_table(source).to_pylist()
+            import pyarrow.parquet
+            return pyarrow.parquet.read_table(source).to_pylist()
         case _:
+            import datasets
             name, _, split = source.partition(":")
-            return list(optional("datasets").load_dataset(name, split=split or "train"))
+            return list(datasets.load_dataset(name, split=split or "train"))
 
 
 def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
-    """Reads and tokenizes a file: [(prompt ids, [completion ids, ..], columns), ..]. Drops rows that cannot be trained
-    on, and says how many. answers_of(row): the answers in it."""
+    """Tokenizes a file: [(prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns), ..]. Drops
+    rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
     except (OSError, ValueError) as error:
-        raise BadInput(f"{source} cannot be read: {error}") from error
+        raise BadInput(f"{source} cannot be read: {error}")
     rows = []
-    texts = []  # per row the prompt, and prompt + each answer
     kinds = set()
     counts = Counter()
     for number, row in enumerate(file_rows, 1):
@@ -634,58 +649,61 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> list[tuple]:
             columns = json.loads(row) if isinstance(row, str) else row
             if None in columns:
                 raise ValueError("more cells than the header")
-            prompt, answers, repeats = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat)
-            texts.append(render(tokenizer, prompt, answers, args, columns))
-            rows.append(columns | {"prompt": prompt})
+            prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat, counts)
+            texts = render(tokenizer, prompt, answers, args, columns)
+            rows.append((restore_prompt(texts, answers, tokenizer.eos_token, counts), columns | {"prompt": prompt}))
             kinds.add((type(prompt), columns.get("prompt") is None))
             if len(kinds) > 1:
-                raise ValueError("unlike the rows before: strings or messages, with or without a prompt")
-        except Exception as error:  # of a malformed row, or of the template
-            raise BadInput(f"{source}:{number}: {error!r} in {str(row)[:200]}") from error
-        counts["with answers that repeat the prompt"] += repeats
+                raise ValueError("unlike the rows before: strings, messages, or no prompt")
+        except Exception as error:
+            if isinstance(error, (LookupError, TypeError, AttributeError)):
+                error = f"expected {COLUMNS}"
+            raise BadInput(f"{source}:{number}: {error}; found {str(row)[:200]}")
     if not rows:
         raise BadInput(f"{source} holds no rows")
-    is_text = isinstance(rows[0]["prompt"], str)
-    if is_text and args.chat_template_kwargs != "{}":
-        raise BadInput(f"{source}: --chat_template_kwargs is not for strings: add --as_chat")
-    if is_text and tokenizer.chat_template:
+    kind, lacks_prompt = kinds.pop()
+    if kind is str and tokenizer.chat_template and not lacks_prompt:
         print(f"{source}: strings are trained without the model's chat template; --as_chat applies it")
 
     encoded = []
     lengths = []
-    all_ids = tokenize(tokenizer, [text for row_texts in texts for text in row_texts], add_bos=is_text)
-    for row, row_texts in zip(rows, texts):
-        sequences = [next(all_ids) for _ in row_texts]
-        prompt = tuple(os.path.commonprefix(sequences))  # a token may join the prompt's end with an answer's beginning
-        completions = [tuple(ids[len(prompt):]) for ids in sequences[1:]]
-        short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in completions if len(ids) < 20]
-        lengths.append(max(map(len, sequences)))
-        if not prompt or not all(text.strip() for text in short):
-            counts["dropped: empty"] += 1
-        elif len(set(completions)) < len(completions):
+    all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
+    for texts, columns in rows:
+        prompt, *sequences = [tuple(next(all_ids)) for _ in texts]
+        begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
+        answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
+        short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
+        length = max(map(len, [prompt, *sequences]))
+        if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
+            counts["dropped: empty, or no prompt and no common beginning"] += 1
+        elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
-        elif lengths[-1] > args.max_length:
+        elif length > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
+            lengths.append(length)
         else:
-            encoded.append((prompt, completions, row))
+            encoded.append((prompt, sequences, begins, columns))
+            lengths.append(length)
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {len(encoded)} of {len(rows)} rows", *notes, sep="; ")
     if 2 * len(encoded) < len(rows):
-        enough = np.quantile(lengths, 0.95, method="inverted_cdf")
-        raise BadInput(f"{source}: too few rows ({', '.join(notes)}); --max_length {enough} suffices for 95 %")
+        if 2 * len(lengths) >= len(rows):
+            enough = np.quantile(lengths, 0.95, method="higher")
+            notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
+        raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
     return encoded
 
 
-def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list, bool]:
-    """Returns prompt and answers (strings or lists of messages), and whether the answers repeated the prompt. A prompt
-    of None becomes what the answers have in common."""
+def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple[str | list, list]:
+    """Prompt and answers as strings or messages. A prompt of None becomes what the answers have in common."""
     for text in (prompt, *answers):
-        is_json = isinstance(text, str) and text.lstrip().startswith(("[{", "{'", '{"'))
-        if is_json and "role" in text and "content" in text:
+        if isinstance(text, str) and re.match(r"""(?s)\s*\[?\{.*['"]role['"]:""", text) and "content" in text:
             raise ValueError("messages written as a string")
     if prompt is None:
         if len(answers) < 2:
             raise KeyError("prompt")
+        if as_chat and isinstance(answers[0], str):
+            raise ValueError("--as_chat needs a prompt column")
         common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # characters or messages
         prompt = answers[0][:len(common)]
         if isinstance(prompt, str):
@@ -694,22 +712,26 @@ def split_prompt(prompt, answers: list, as_chat: bool) -> tuple[str | list, list
     if isinstance(prompt, str) and answers and not isinstance(answers[0], str):
         prompt = [{"role": "user", "content": prompt}]
     is_short = isinstance(prompt, str) and len(prompt) <= 20  # an answer may begin with the same word
-    repeats = bool(answers) and not is_short and all(answer[:len(prompt)] == prompt for answer in answers)
-    if repeats:
+    if answers and not is_short and all(answer[:len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt):] for answer in answers]
-    roles = {answer[0]["role"] for answer in answers if answer and isinstance(answer, list)}
+        counts["with answers that repeat the prompt"] += 1
+    roles = {message["role"] for answer in answers if isinstance(answer, list) for message in answer[:1] + answer[-1:]}
     if roles & {"user", "system"}:
-        raise ValueError("an answer begins with a user or system message")
+        raise ValueError("an answer begins or ends with a user or system message")
     if as_chat and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt.strip()}]
         answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
-    return prompt, answers, repeats
+    return prompt, answers
 
 
 def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
     """The text of the prompt, and of prompt + each answer. Strings end with EOS, chats as their template says."""
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
+        if answers and eos is None:
+            raise ValueError("the tokenizer has no EOS token")
+        if args.chat_template_kwargs != "{}":
+            raise ValueError("--chat_template_kwargs is not for strings: add --as_chat")
         return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
     options = {"tokenize": False, "tools": columns.get("tools"), **json.loads(args.chat_template_kwargs)}
     options |= columns.get("chat_template_kwargs") or {}
@@ -724,14 +746,32 @@ def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
     return texts
 
 
+def restore_prompt(texts: list[str], answers: list, eos: str, counts: Counter) -> list[str]:
+    """The texts with the prompt that a model samples after: some templates, as Mistral's, render another before an
+    answer. What follows it begins at the last place where the answer's words stand."""
+    restored = texts[:1]
+    for text, answer in zip(texts[1:], answers):
+        if not text.startswith(texts[0]):
+            start = len(text.rpartition(eos)[0] or text)
+            for message in reversed(answer):
+                start = text.rfind(message["content"].strip(), 0, start)
+                if start < 0:
+                    raise ValueError("the chat template leaves out words of the answer")
+            if text[:start].endswith(" ") and not texts[0].endswith(" "):
+                start -= 1  # Mistral's space before an answer
+            text = texts[0] + text[start:]
+        restored.append(text)
+    counts["whose prompt reads differently before an answer"] += restored != texts
+    return restored
+
+
 def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
     """Token ids of each text, with the tokenizer's BOS unless it is there already."""
     plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
-    n_bos = next(n for n in range(len(full)) if full[n:n + len(plain)] == plain)
-    bos = full[:n_bos] if add_bos else []
+    bos = full[:full.index(plain[0])] if add_bos else []
     for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
         part = texts[start:start + 1024]
-        if tokenizer.is_fast:  # the calls above turned off the padding and truncation that its file may ask for
+        if tokenizer.is_fast:  # without its padding and truncation
             encodings = tokenizer.backend_tokenizer.encode_batch_fast(part, add_special_tokens=False)
             part_ids = [encoding.ids for encoding in encodings]
         else:
@@ -749,11 +789,11 @@ def base_of(name: str) -> str:
 
 
 def load_tokenizer(name: str, ref_name: str | None = None):
-    """The tokenizer of a checkpoint or of its base. Refuses a reference with another one."""
+    """Of a checkpoint or its base. Refuses a reference with another one."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
-        raise BadInput(f"{ref_name} has another tokenizer than {name}: choose another --ref_model")
+        raise BadInput(f"{ref_name} has another tokenizer than {name}")
     return tokenizer
 
 
@@ -765,8 +805,8 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference. In eval mode: dropout would be noise in every log-ratio.
-    Frozen weights have the dtype of forwards; those that train are float32, and sharded where that is bfloat16."""
+    """The policy if it `trains`, else a frozen reference in the dtype of forwards. In eval mode: dropout would be noise
+    in every log-ratio."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
@@ -788,7 +828,6 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
 
 def load_checkpoint(kind, name: str, dtype: str = "auto"):
-    """A model of a transformers class, with all its weights. dtype "auto": as stored."""
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
     model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
@@ -798,11 +837,10 @@ def load_checkpoint(kind, name: str, dtype: str = "auto"):
 
 def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
-    peft = optional("peft")
+    import peft
     if folder is None:
-        names = args.lora_target.split(",") if re.fullmatch(r"\w+(,\w+)*", args.lora_target) else args.lora_target
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules=names,
-                                 task_type="CAUSAL_LM")
+        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
+                                 target_modules=args.lora_target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
@@ -824,17 +862,9 @@ def load_reference(policy, device: str, args):
     return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
-def optional(package: str):
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise BadInput(f"pip install {error.name} first") from error
-
-
 @lru_cache
 def load_function(spec: str) -> Callable:
-    """FILE.py:FUNCTION -> the function."""
-    file, _, name = spec.rpartition(":")
+    file, _, name = spec.rpartition(":")  # FILE.py:FUNCTION
     sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
     return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
 
@@ -842,8 +872,8 @@ def load_function(spec: str) -> Callable:
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
 def resolve(args, new_tokens: int = 0):
-    """Checks flags, and fills in those that depend on others. new_tokens: sampled after each row."""
-    if args.model is None and args.data is None:
+    """Checks and completes the flags. new_tokens: sampled after each row."""
+    if args.model is None and args.data is None and (HERE / "demo").exists():
         args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
@@ -865,7 +895,7 @@ def resolve(args, new_tokens: int = 0):
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """A function of seed, purpose and step or epoch: a resumed run needs no saved state."""
+    """A function of its arguments: a resumed run needs no saved state."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
@@ -897,7 +927,7 @@ def learning_rate(step: int, steps: int, args) -> float:
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
 def lock_folder(out: Path, args) -> FileLock:
-    """Creates and locks the output folder. Refuses that of a running or finished run."""
+    """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
@@ -907,15 +937,12 @@ def lock_folder(out: Path, args) -> FileLock:
             lock.acquire()
         except Timeout:
             raise BadInput(f"another run writes into {out}: name another --out") from None
-        write_whole(out / "args.json", [json.dumps(asdict(args), indent=1).encode()])
-        if args.wandb:
-            optional("wandb").init(project=args.wandb, dir=out, config=asdict(args), reinit="finish_previous")
     return lock
 
 
 def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """What a run and its checkpoint must have in common. functions: FILE.py:FUNCTION"""
-    may_change = ("out ref_cache save_every model_every eval_every samples wandb tokens_per_forward rollout_tokens "
+    """What a run and its checkpoint must have in common."""
+    may_change = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
                   "gradient_checkpointing").split()
     run = {name: value for name, value in asdict(args).items() if name not in may_change}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
@@ -936,7 +963,7 @@ def digest_of(items: list) -> str:
 
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
-    """What a step changes in place: weights that train, and their optimizer state, created by a step with lr 0."""
+    """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
     weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
     for weight in weights.values():
         weight.grad = torch.zeros_like(weight)
@@ -949,7 +976,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
 
 
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
-    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
+    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
     if processes()[0] == 0:
         shutil.rmtree(folder, ignore_errors=True)  # of a killed save
@@ -990,26 +1017,13 @@ def append(path: Path, lines: list[dict]):
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def log(out: Path, values: dict, args):
-    """Adds a step to metrics.jsonl and wandb."""
-    append(out / "metrics.jsonl", [values])
-    if args.wandb and processes()[0] == 0:
-        optional("wandb").log(values, step=values["step"])
-
-
 def report(out: Path) -> list[dict]:
-    """Prints held-out metrics and three answers, before and after. Returns the lines of metrics.jsonl."""
-    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
-    first, last = history[0], history[-1]
+    """Prints held-out metrics before and after. Returns the lines of metrics.jsonl."""
+    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     print(f"{'held out':29} before   after")
-    for name, after in last.items():
+    for name, after in history[-1].items():
         if name.startswith("eval_"):
-            print(f"{name:28} {first[name]:z7.3f} {after:z7.3f}")
-    held_out = [line for line in samples if line.get("held_out", True)]
-    before, after = ([line for line in held_out if line["step"] == values["step"]] for values in (first, last))
-    for old, new in list(zip(before, after))[:3]:
-        for text in (f"prompt {new['prompt']}", f"before {old['completion']!r}", f"after  {new['completion']!r}"):
-            print(text[:shutil.get_terminal_size().columns])
+            print(f"{name:28} {history[0][name]:z7.3f} {after:z7.3f}")
     return history
 
 
@@ -1030,7 +1044,9 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, torch.OutOfMemoryError) as error:
-        advice = "" if isinstance(error, BadInput) else ": lower --tokens_per_forward, or add --gradient_checkpointing"
+    except (BadInput, ImportError, torch.OutOfMemoryError) as error:
+        advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing"
         print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)

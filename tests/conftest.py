@@ -1,6 +1,10 @@
+import gc
 import os
 import sys
+from copy import deepcopy
 from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small, threads cost more time than they save
 os.environ["HF_HUB_OFFLINE"] = "1"  # the tests never ask the hub
@@ -11,3 +15,56 @@ def pytest_configure(config):
     """Hides the GPU without `-m gpu`, also from processes that tests start: they compare with numbers of a CPU."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that fork come first: training in bfloat16 starts threads, and a fork of a process with threads may hang."""
+    items.sort(key=lambda item: item.path.name not in ("test_processes.py", "test_resume.py"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def each_model_is_loaded_and_probed_once():
+    """A run of three steps would spend most of its time on loading and probing the same tiny model twice. Only the
+    scripts' own calls are remembered, not those of tests of the probe."""
+    import dpo
+    import kto
+    import refcache
+    import rloo
+    load, enable, probe = dpo.load_checkpoint, dpo.enable_shared_prompts, refcache.probe
+    loaded, probed = {}, {}
+
+    def load_checkpoint(kind, name, *dtype):
+        stamps = [(str(file), file.stat().st_mtime_ns) for file in sorted(Path(name).glob("*"))]
+        key = kind, os.path.abspath(name), dtype, str(stamps)
+        if key not in loaded:
+            loaded[key] = load(kind, name, *dtype)
+        return deepcopy(loaded[key])
+
+    def remembered_probe(core, lay_out, **options):
+        kinds = sorted({(type(module).__name__, str(getattr(module, "scaling", ""))) for module in core.modules()})
+        dtypes = sorted({str(weight.dtype) for weight in core.parameters()})
+        key = core.config.to_json_string(), str((kinds, dtypes, lay_out, options))
+        if key not in probed:
+            probed[key] = probe(core, lay_out, **options)
+        return probed[key]
+
+    def enable_shared_prompts(model):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(refcache, "probe", remembered_probe)
+            return enable(model)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for script in (dpo, kto, rloo):
+            patch.setattr(script, "load_checkpoint", load_checkpoint)
+            patch.setattr(script, "enable_shared_prompts", enable_shared_prompts)
+        gc.freeze()  # ReferenceCache.fill collects garbage: quicker without the objects of imported modules
+        yield
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_stays():
+    """A model that trains in bfloat16 is split over a group of one process, which a run ends but load_model does not."""
+    import torch.distributed as dist
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

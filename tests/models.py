@@ -1,8 +1,10 @@
-"""Tiny random models of many architectures: their names, and what is special about each of them here."""
+"""Tiny random models of many architectures, groups of tokens, and the log-probs of one forward per sequence."""
 from copy import deepcopy
 from functools import cache
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TOKENS = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -36,6 +38,14 @@ MODELS = {  # name -> (model type, config, whether its completions may share a p
     "stablelm": ("stablelm", SMALL, False),  # takes the attention function, but does not pass all keywords to it
 }
 
+ON_CUDA = ["llama", "qwen3", "gpt2", "mistral-window-5", "mistral-window-200", "gemma3-window-6",
+           "granite-logits-scaling"]  # Granite scales its scores in its own way
+P, Q, R = (5, 17, 90, 3, 41, 8, 66), (9, 9, 31), (77,)
+GROUPS = [(P, [(12, 4, 55, 2), (60, 2), (12, 33, 71, 80, 6, 19, 2)]), (Q, [(44, 2)]), (R, [(1,), (96, 95, 94, 2)]),
+          (P + Q + P, [(13, 14, 15, 16, 2), (13, 14, 2)])]
+EIGHT = [(12, 4, 55), (60,), (12, 33, 71, 80, 6, 19), (44, 2), (12, 4), (7, 7, 7, 7), (1, 2), (90,)]
+SAMPLES = {k: [(P, EIGHT[:k]), (P + Q + P, EIGHT[-k:]), (R, EIGHT[:k])] for k in (1, 2, 8)}  # k completions per prompt
+
 
 def make(name, seed=0, attention=None, **changes):
     """One of MODELS, in eval mode."""
@@ -63,3 +73,33 @@ def build(model_type, config, seed=0, attention=None):
             elif key.endswith("bias"):
                 p.normal_(std=0.3)  # head biases start at zero, which would hide them
     return model.eval()
+
+
+def logp(model, prompt, y, temperature=1.0):
+    """The definition: one forward of the sequence, and the log-softmax of all its logits. (len(y),)"""
+    logits = model(input_ids=torch.tensor([prompt + y], device=model.device)).logits[0, len(prompt) - 1:-1].float()
+    return F.log_softmax(logits / temperature, -1)[range(len(y)), y]
+
+
+def slow(model, groups, temperature=1.0):
+    return [[logp(model, prompt, y, temperature) for y in completions] for prompt, completions in groups]
+
+
+def flat(ragged):
+    return torch.cat([logps for group in ragged for logps in group])
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def values_and_gradients(function, model, groups, **options):
+    model.zero_grad()
+    logps = flat(function(model, groups, **options))
+    (logps * torch.linspace(-1, 1, len(logps), device=logps.device)).sum().backward()  # every token has another weight
+    return logps.detach(), gradient(model)
+
+
+def equal(one, two):
+    """Whether two caches or state dicts have the same names and the same bits."""
+    return set(one) == set(two) and all(np.array_equal(one[name], two[name]) for name in one)

@@ -15,133 +15,138 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LOG, CACHE, SWAP, MANY = "test_logprobs", "test_cache", "test_swap", "test_processes"
-DPO, LOSS, KTO, RLOO, SAMPLE = "test_dpo", "test_dpo_losses", "test_kto", "test_rloo", "test_samples"
-DATA, RESUME, REF, LORA = "test_data", "test_resume", "test_references", "test_lora"
 
-MUTANTS = [  # (file, tests that should notice, text, replacement)
-    # shared prompts and their index tensors, which the CUDA kernel gets too
-    ("refcache.py", LOG, "range(len(prompt), len(prompt) + len(y))",
-     "range(len(prompt) + 1, len(prompt) + len(y) + 1)"),
-    ("refcache.py", LOG, "sources += [before[-1], *own[:-1]]", "sources += own"),
-    ("refcache.py", LOG, "keys += [*before, *own]", "keys += [*before[1:], *own]"),
-    ("refcache.py", LOG, "key_ends.append(len(keys))", "key_ends.append(len(keys) - 1)"),
-    ("refcache.py", LOG, "if len(keys) > len(ids) else None", "if len(keys) > len(ids) + 9 else None"),
-    ("refcache.py", LOG, "window = (sliding_window - 1 if sliding_window else -1, 0)",
-     "window = (sliding_window if sliding_window else -1, 0)"),
-    ("refcache.py", LOG, "max(sizes_q), max(sizes_k), window_size", "max(sizes_k), max(sizes_q), window_size"),
-    ("refcache.py", LOG, 'scale=kwargs.get("scaling")', "scale=None"),
-    ("refcache.py", LOG, ".tril(n_before).triu(n_before - reach + 1)", ".tril(n_before)"),
-    ("refcache.py", LOG, ".triu(n_before - reach + 1)", ".triu(n_before - reach)"),
-    ("refcache.py", LOG, "x[:, :, 1 - n_q - reach:]", "x[:, :, 2 - n_q - reach:]"),
-    ("refcache.py", LOG, "query, key = query.to(value.dtype), key.to(value.dtype)", "pass"),
-    ("refcache.py", LOG, "first = row_start + len(prompt) - 1", "first = row_start + len(prompt)"),
-    ("refcache.py", LOG, "shared < blind / ratio", "True"),
-    ("refcache.py", LOG, "if not (shared < limit", "if not (True"),
-    ("refcache.py", LOG, "factors |= {1 / factor for factor in factors}", "pass"),
-    ("refcache.py", LOG, "attention_mask.stride(-1) == 0", "True"),
-    ("refcache.py", LOG, "attention_mask=None if ones else attention_mask", "attention_mask=attention_mask"),
-    # log-probs
-    ("refcache.py", LOG, "logits / temperature if", "logits if"),
-    ("refcache.py", LOG, "logits * factor if factor != 1 else logits", "logits"),
-    ("refcache.py", LOG, "cap * torch.tanh(logits / cap) if cap", "torch.tanh(logits / cap) if cap"),
-    ("refcache.py", LOG, "if len(hidden) * bytes_per_token > HEAD_BYTES:",
-     "if len(hidden) * bytes_per_token > 4 * HEAD_BYTES:"),
-    ("refcache.py", LOG, "chunk_size = max(1, budget //", "chunk_size = max(10**9, budget //"),
-    ("refcache.py", LOG, "if length > context or highest", "if highest"),
-    ("refcache.py", LOG, "if not prompt or not completions or not all(completions):", "if not prompt:"),
-    ("refcache.py", LOG, "if load + size > budget", "if load > budget"),
-    ("refcache.py", DPO, "ratios = ratios - to_device", "ratios = ratios + to_device"),
-    ("refcache.py", SWAP, "ratios = ratios.clamp(*clamp)", "pass"),
-    ("refcache.py", DPO, "if not difference < limit:", "if difference < -limit:"),
-    # the cache
-    ("refcache.py", CACHE, 'if theirs != mine and name != "name":', "if False:"),
-    ("refcache.py", CACHE, 'if hashlib.sha256(pickled).hexdigest() != header["sha256"]:', "if False:"),
-    ("refcache.py", CACHE, "    if others:\n        raise BadInput", "    if False:\n        raise BadInput"),
-    ("refcache.py", CACHE, "                del model\n                gc", "                gc"),
-    ("refcache.py", CACHE, "            if Path(path).exists():\n                self.load(path)\n            table",
-     "            table"),
-    ("refcache.py", CACHE, "if not flat.isfinite().all():", "if False:"),
-    ("refcache.py", CACHE, "        except BaseException:\n            if path:",
-     "        except BaseException:\n            if False:"),
-    ("refcache.py", CACHE, 'digest.update(np.memmap(file, np.uint8, "r"))',
-     "digest.update(np.memmap(file, np.uint8, 'r')[:99])"),
-    # the swap
-    ("refcache.py", SWAP, "        copy(self.ours, self.saved)\n        try", "        try"),
-    ("refcache.py", SWAP, "tensor.lerp(new, mix)", "new.lerp(tensor, mix)"),
-    ("refcache.py", SWAP, "        if differing:\n            raise", "        if False:\n            raise"),
-    # several processes
-    ("refcache.py", MANY, "module.set_gradient_divide_factor(1.0)", "pass"),
-    ("refcache.py", MANY, "[rank::ranks]", "[rank::ranks + 1]"),
-    ("refcache.py", MANY, 'register_fsdp_forward_method(core, "flat_logprobs")', "pass"),
-    ("refcache.py", MANY, "for module in reversed(layers):", "for module in layers:"),
-    ("refcache.py", MANY, "if len(set(all_gather(digest))) > 1:", "if False:"),
-    ("dpo.py", MANY, "means = all_reduce(torch", "means = (torch"),
-    ("dpo.py", MANY, "share = bool(indices) / len(rows)", "share = 1 / len(rows)"),
-    ("kto.py", MANY, "mean = all_reduce(total) / max", "mean = total / max"),
-    ("kto.py", MANY, ".sum() * bool(indices)", ".sum()"),
-    ("kto.py", MANY, "synced_gpus=dist.is_initialized()", "synced_gpus=False"),
-    ("rloo.py", MANY, "return all_reduce(ref_logps)", "return ref_logps"),
-    ("rloo.py", MANY, "own = slice(len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks)",
-     "own = slice(0, len(rows))"),
-    # losses
-    ("dpo.py", LOSS, "margin = beta * (ratio_w - ratio_l)", "margin = beta * (ratio_w + ratio_l)"),
-    ("dpo.py", LOSS, "return -(1 - eps) * log_sigma(margin) - eps", "return -(1 - eps) * log_sigma(margin) + eps"),
-    ("dpo.py", LOSS, "- 1 / (2 * beta)) ** 2", "- 1 / beta) ** 2"),
-    ("dpo.py", LOSS, "- args.simpo_gamma)", "+ args.simpo_gamma)"),
-    ("dpo.py", DPO, "torch.where(is_tie, 0.5,", "torch.where(is_tie, 0.0,"),
-    ("dpo.py", REF, "reference.sync(args.sync_mix)  # after", "reference.sync()  # after"),
-    ("dpo.py", DPO, "        optimizer.zero_grad()\n", ""),
-    ("dpo.py", DPO, "warmup_steps = round(args.warmup * steps)\n", "warmup_steps = round(args.warmup * steps) + 1\n"),
-    ("kto.py", KTO, "return mean.clamp(min=0)", "return mean"),
-    ("kto.py", KTO, "sign * (batch.ratio - z)", "sign * (batch.ratio + z)"),
-    ("kto.py", KTO, "order[most:] + order[:most]", "order[1:] + order[:1]"),
-    ("rloo.py", RLOO, "reward = reward - args.beta", "reward = reward + args.beta"),
-    ("rloo.py", RLOO, "torch.where(samples.ended, rewards", "torch.where(~samples.ended, rewards"),
-    ("rloo.py", RLOO, "function(**deepcopy(inputs))", "function(**inputs)"),
-    ("rloo.py", RLOO, "names = {name for row in rows for name in row.columns}", "names = set(rows[0].columns)"),
-    ("rloo.py", RLOO, "if len(set(names)) < len(names):", "if False:"),
-    ("rloo.py", RLOO, "if args.k < 2:", "if False:"),
-    ("rloo.py", RLOO, "if self.model.config.num_labels != 1:", "if False:"),
-    ("rloo.py", RLOO, 'if info["missing_keys"]:', "if False:"),
-    ("rloo.py", RLOO, "stops = core.generation_config.eos_token_id", "stops = None"),
-    ("rloo.py", SAMPLE, "kept = TopPLogitsWarper(top_p)(None, kept)", "kept = TopPLogitsWarper(top_p)(None, logps)"),
-    ("rloo.py", SAMPLE, "positions = (mask.cumsum(1) - 1).clamp(min=0)",
-     "positions = torch.arange(ids.shape[1], device=device).expand_as(ids)"),
-    ("rloo.py", SAMPLE, "lengths[rows].clamp(max=t + 1)", "lengths[rows].clamp(max=t)"),
-    ("rloo.py", SAMPLE, "logps = logps.masked_fill(is_late, 0.0).sum(1)", "logps = logps.sum(1)"),
-    # data, checkpoints
-    ("dpo.py", DATA, "prompt = tuple(os.path.commonprefix(sequences))", "prompt = tuple(sequences[0])"),
-    ("dpo.py", DATA, "bos = full[:n_bos]", "bos = full[1:n_bos]"),
-    ("dpo.py", DATA, "ids if ids[:len(bos)] == bos else bos + ids", "bos + ids"),
-    ("rloo.py", DATA, 'if prompt[-1]["role"] == "assistant" else', "if False else"),
-    ("dpo.py", DATA, 'if roles & {"user", "system"}:', "if False:"),
-    ("dpo.py", RESUME, "    if differing:\n        raise", "    if False:\n        raise"),
-    ("dpo.py", RESUME, "os.truncate(out / name, size)", "pass"),
-    ("dpo.py", RESUME, "torch.manual_seed(args.seed + step)", "pass"),
-    ("dpo.py", RESUME, "range(first, min(first + window", "range(step, min(first + window"),
-    ("dpo.py", RESUME, 'state["reference"] = reference', "pass"),
-    ("dpo.py", DPO, "value.zero_()", "value"),
-    ("dpo.py", RESUME, 'tensors[f"optimizer.{name}.{key}"] =', "_ ="),
-    ("dpo.py", RESUME, "shutil.rmtree(folder, ignore_errors=True)  # of a killed save", "pass"),
-    ("rloo.py", SAMPLE, "self.room[0].shape[2] == n", "self.room[0].shape[2] == n - 1"),
-    ("rloo.py", SAMPLE, "        super().batch_select_indices(indices)\n        self.room = None",
-     "        super().batch_select_indices(indices)"),
-    ("rloo.py", SAMPLE, "        positions = positions + 1\n", ""),
-    ("rloo.py", SAMPLE, "check_sampler(policy, tokenizer, args)\n    ref", "ref"),
-    ("rloo.py", RLOO, "if not has_ended and said in text:", "if False:"),
-    ("refcache.py", LOG, "y = y[:len(y) // 2] if cut else y", "pass"),
-    ("dpo.py", REF, "and module.weight is not embeddings", "and True"),
-    ("dpo.py", DATA, "if 2 * len(encoded) < len(rows):", "if not encoded:"),
-    ("dpo.py", DATA, "if as_chat and isinstance(prompt, str):", "if False:"),
-    ("dpo.py", RESUME, '    if (out / "model").exists():', "    if False:"),
-]
-EQUIVALENT = {}  # text -> why nothing can notice
+MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
+    ("refcache.py", "test_logprobs"): [
+        ("range(len(prompt), len(prompt) + len(y))", "range(len(prompt) + 1, len(prompt) + len(y) + 1)"),
+        ("sources += [before[-1:], own[:-1]]", "sources += [own]"),
+        ("keys += [before, own]", "keys += [before[1:], own]"),
+        ("key_ends.append(key_ends[-1] + len(prompt) + len(y))", "key_ends.append(key_ends[-1] + len(y))"),
+        ("if len(ids) < key_ends[-1] else None", "if len(ids) + 9 < key_ends[-1] else None"),
+        ("window = (sliding_window - 1 if sliding_window else -1, 0)",
+         "window = (sliding_window if sliding_window else -1, 0)"),
+        ("max(sizes_q), max(sizes_k), window_size", "max(sizes_k), max(sizes_q), window_size"),
+        ('scale=kwargs.get("scaling")', "scale=None"),
+        (".tril(n_before).triu(n_before - reach + 1)", ".tril(n_before)"),
+        (".triu(n_before - reach + 1)", ".triu(n_before - reach)"),
+        ("x[:, :, 1 - n_q - reach:]", "x[:, :, 2 - n_q - reach:]"),
+        ("first = row_start + len(prompt) - 1", "first = row_start + len(prompt)"),
+        ("shared < blind / ratio", "True"),
+        ("if not (shared < limit", "if not (True"),
+        ("attention_mask.stride(-1) == 0", "True"),
+        ("attention_mask=None if ones else attention_mask", "attention_mask=attention_mask"),
+        ("logits / temperature if", "logits if"),
+        ('core.forward(inputs["input_ids"], use_cache=False).logits.flatten(0, 1)', "core.lm_head(hidden)"),
+        ("total.to(weight.dtype) for total", "(total * 0).to(weight.dtype) for total"),
+        ("dtype=torch.float32) for weight", "dtype=weight.dtype) for weight"),
+        ("chunk_size = max(1, budget //", "chunk_size = max(10**9, budget //"),
+        ("if length > context or max(map(max", "if max(map(max"),
+        (', "index_topk", "keep_window_size")', ")"),
+        ("if not prompt or not completions or not all(completions):", "if not prompt:"),
+        ("or load + size > budget", "or load > budget"),
+        ("y = y[:len(y) // 2] if cut else y", "pass")],
+    ("refcache.py", "test_dpo"): [
+        ("ratios = ratios - to_device", "ratios = ratios + to_device"),
+        ("if not difference < limit:", "if difference < -limit:")],
+    ("refcache.py", "test_swap"): [
+        ("ratios = ratios.clamp(*clamp)", "pass"),
+        ("            theirs.copy_(before)", "            theirs.copy_(mine)"),
+        ("theirs.lerp(mine, mix)", "mine.lerp(theirs, mix)"),
+        ("not is_frozen or not torch.equal", "not is_frozen or False and not torch.equal"),
+        ("        if differing:\n            raise", "        if False:\n            raise")],
+    ("refcache.py", "test_cache"): [
+        ('if theirs != mine and name != "name":', "if False:"),
+        ('if hashlib.sha256(pickled).hexdigest() != header["sha256"]:', "if False:"),
+        ("    if others:\n        raise BadInput", "    if False:\n        raise BadInput"),
+        ("            del model\n            gc", "            gc"),
+        ("            if Path(path).exists() and stamp", "            if False and stamp"),
+        ("if not flat.isfinite().all():", "if False:"),
+        ("        finally:\n            if path:\n                self.save",
+         "        finally:\n            if False:\n                self.save"),
+        ('digest.update(np.memmap(file, np.uint8, "r"))', "digest.update(np.memmap(file, np.uint8, 'r')[:99])")],
+    ("refcache.py", "test_processes"): [
+        ("module.set_gradient_divide_factor(1.0)", "pass"),
+        ("[rank::ranks]", "[rank::ranks + 1]"),
+        ('register_fsdp_forward_method(core, "flat_logprobs")', "pass"),
+        ("for module in reversed(layers):", "for module in layers:"),
+        ("if len(set(all_gather(digest))) > 1:", "if False:"),
+        ('torch.bfloat16 if dtype == "bfloat16" else None', "None")],
+    ("dpo.py", "test_processes"): [
+        ("means = all_reduce(torch", "means = (torch"),
+        ("scale = counts / len(rows)", "scale = 1 / len(rows)")],
+    ("kto.py", "test_processes"): [
+        ("mean = all_reduce(total) / max", "mean = total / max"),
+        ("sum_tokens(ratios).sum() * counts", "sum_tokens(ratios).sum()"),
+        ("synced_gpus=processes()[1] > 1", "synced_gpus=False")],
+    ("rloo.py", "test_processes"): [
+        ("return all_reduce(ref_logps)", "return ref_logps"),
+        ("own = slice(len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks)", "own = slice(0, len(rows))")],
+    ("dpo.py", "test_dpo_losses"): [
+        ("margin = beta * (ratio_w - ratio_l)", "margin = beta * (ratio_w + ratio_l)"),
+        ("return -(1 - eps) * log_sigma(margin) - eps", "return -(1 - eps) * log_sigma(margin) + eps"),
+        ("- 1 / (2 * beta)) ** 2", "- 1 / beta) ** 2"),
+        ("- simpo_gamma)", "+ simpo_gamma)"),
+        ('if args.loss == ("simpo",):', "if False:")],
+    ("dpo.py", "test_dpo"): [
+        ("torch.where(is_tie, 0.5,", "torch.where(is_tie, 0.0,"),
+        ("        optimizer.zero_grad()\n", ""),
+        ("warmup_steps = round(args.warmup * steps)\n", "warmup_steps = round(args.warmup * steps) + 1\n"),
+        ("value.zero_()", "value")],
+    ("dpo.py", "test_references"): [
+        ("reference.sync(args.sync_mix)  # after", "reference.sync()  # after"),
+        ("if weight.dim() > 1", "if True")],
+    ("kto.py", "test_kto"): [
+        ("return mean.clamp(min=0)", "return mean"),
+        ("sign * (batch.ratio - z)", "sign * (batch.ratio + z)"),
+        ("order[most:] + order[:most]", "order[1:] + order[:1]")],
+    ("rloo.py", "test_rloo"): [
+        ("reward = reward - args.beta", "reward = reward + args.beta"),
+        ("torch.where(samples.ended, rewards", "torch.where(~samples.ended, rewards"),
+        ("function(**deepcopy(inputs))", "function(**inputs)"),
+        ("names = {name for row in rows for name in row.columns}", "names = set(rows[0].columns)"),
+        ("if len(set(names)) < len(names):", "if False:"),
+        ("if args.k < 2:", "if False:"),
+        ("if self.model.config.num_labels != 1:", "if False:"),
+        ('if info["missing_keys"]:', "if False:"),
+        ("stops = core.generation_config.eos_token_id", "stops = None"),
+        ("if not has_ended and said in text:", "if False:")],
+    ("rloo.py", "test_samples"): [
+        ("kept = TopPLogitsWarper(top_p)(None, kept)", "kept = TopPLogitsWarper(top_p)(None, logps)"),
+        ("positions = (mask.cumsum(1) - 1).clamp(min=0)",
+         "positions = torch.arange(ids.shape[1], device=device).expand_as(ids)"),
+        ("lengths[rows].clamp(max=t + 1)", "lengths[rows].clamp(max=t)"),
+        ("logps = logps.masked_fill(is_late, 0.0).sum(1)", "logps = logps.sum(1)"),
+        ("self.room[0].shape[2] == n", "self.room[0].shape[2] == n - 1"),
+        ("        super().batch_select_indices(indices)\n        self.room = None",
+         "        super().batch_select_indices(indices)"),
+        ("        positions = positions + 1\n", ""),
+        ("check_sampler(policy, tokenizer, args)\n    ref", "ref")],
+    ("dpo.py", "test_data"): [
+        ("prompt = tuple(os.path.commonprefix(sequences))", "prompt = tuple(sequences[0])"),
+        ("bos = full[:n_bos]", "bos = full[1:n_bos]"),
+        ("ids if ids[:len(bos)] == bos else bos + ids", "bos + ids"),
+        ('if roles & {"user", "system"}:', "if False:"),
+        ("if 2 * len(encoded) < len(rows):", "if not encoded:"),
+        ("if as_chat and isinstance(prompt, str):", "if False:")],
+    ("rloo.py", "test_data"): [
+        ('if prompt[-1]["role"] == "assistant" else', "if False else")],
+    ("dpo.py", "test_resume"): [
+        ("    if differing != code:", "    if False:"),
+        ("os.truncate(out / name, size)", "pass"),
+        ("torch.manual_seed(args.seed + step)", "pass"),
+        ("if step in (first, last_step + 1):", "if step in (first, ):"),
+        ('state["reference"] = reference', "pass"),
+        ('state |= {f"optimizer', '_ = {f"optimizer'),
+        ("shutil.rmtree(folder, ignore_errors=True)  # of a killed save", "pass"),
+        ('    if (out / "model").exists():', "    if False:"),
+        ('run["held-out rows"] =', "_ ="),
+        ('run["functions"] =', "_ =")],
+}
 
 
 def tests(folder: str, *names) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *names,
-               "--ignore=tests/test_scripts.py", "--ignore=tests/test_change_it.py"]  # they compare texts
+               "--ignore=tests/test_scripts.py", "--ignore=tests/test_changes.py"]  # they compare texts
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, env=environment, timeout=300)
@@ -156,7 +161,8 @@ def main():
     began = time.time()
     if not chosen and not tests(str(ROOT)):
         sys.exit("the quick suite fails without any fault: nothing can be learnt")
-    for number, (file, names, old, new) in enumerate(MUTANTS):
+    mutants = [(*where, *texts) for where, several in MUTANTS.items() for texts in several]
+    for number, (file, names, old, new) in enumerate(mutants):
         if chosen and str(number) not in chosen and not any(word in old for word in chosen if not word.isdigit()):
             continue
         text = (ROOT / file).read_text()
@@ -167,12 +173,11 @@ def main():
             shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=left_out)
             (Path(folder) / file).write_text(text.replace(old, new))
             lives = tests(folder, f"tests/{names}.py") and tests(folder)
-        known = EQUIVALENT.get(old, "")
-        if lives and not known:
+        if lives:
             alive.append(number)
-        print(f"{number:3} {time.time() - began:5.0f} s  {'LIVES ' + known if lives else 'killed'}  {file}: {old!r}",
+        print(f"{number:3} {time.time() - began:5.0f} s  {'LIVES' if lives else 'killed'}  {file}: {old!r}",
               flush=True)
-    print(f"{len(alive)} of {len(MUTANTS)} live without a reason: {alive}")
+    print(f"{len(alive)} of {len(mutants)} live: {alive}")
     sys.exit(bool(alive))
 
 

@@ -1,5 +1,4 @@
-"""Short runs of the scripts with a tiny model, for tests of references and adapters. Equal runs are made only once."""
-import gc
+"""Short runs of the scripts with a tiny model. Equal runs are made only once."""
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -9,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import build
+from models import GROUPS, build
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,17 +24,16 @@ TINY = dict(vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64, num
 FOLDER = TemporaryDirectory()  # removed when the tests end
 SCRIPTS = {"dpo": dpo, "kto": kto, "rloo": rloo}
 FILES = {"dpo": "pairs", "kto": "feedback", "rloo": "prompts"}
-GROUPS = [((5, 9, 33), [(60, 12, 7), (90, 41)]), ((8, 3), [(77, 21, 4, 96)])]
-IDS = torch.tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
 LORA = dict(lora_r=4, lora_alpha=32.0, lr=2e-2)  # a high rate, so that a few steps change the model visibly
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 BOTH = pytest.mark.parametrize("script", ["dpo", "kto"])
+EACH = pytest.mark.parametrize("script", SCRIPTS)
+SPEED = {"seconds", "tokens_per_second", "memory_gb"}  # metrics of the machine
 REWARD = '''
 def letters(prompts, completions, **columns):
     """Any two samples get different rewards."""
     return [sum(map(ord, completion[0]["content"])) % 101 / 101 for completion in completions]
 '''
-gc.freeze()  # ReferenceCache.fill collects garbage: quicker without the objects of imported modules
 
 
 def save(model, name):
@@ -82,15 +80,15 @@ def arguments(script="dpo", **changes):
 arguments.runs = 0
 
 
-def resolved(script="dpo", **changes):
-    """The arguments of a short run, with the flags that main() fills in."""
-    return SCRIPTS[script].resolve(arguments(script, **changes), "cpu")
+def without_speed(history):
+    """What is equal in equal runs."""
+    return [{name: value for name, value in values.items() if name not in SPEED} for values in history]
 
 
 @cache
 def done(script, changes):
     args = arguments(script, **dict(changes))
-    history = SCRIPTS[script].main(args)
+    history = without_speed(SCRIPTS[script].main(args))
     model = f"{args.out}/model"
     return SimpleNamespace(history=history, out=Path(args.out), model=model, args=args, weights=weights_of(model))
 
@@ -129,7 +127,7 @@ def logprobs(model):
 
 def logits(model):
     with torch.no_grad():
-        return model(IDS).logits
+        return model(torch.tensor([[5, 9, 33, 60, 12, 7, 90, 41]])).logits
 
 
 def load(folder=None, script=dpo, trains=False, **flags):

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import ROOT, TOKENIZER, run  # noqa: F401
+from runs import ROOT, TOKENIZER
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -86,25 +86,7 @@ def test_strings_end_with_one_eos_token(load):
     first, second = load([TEXT, dict(TEXT, chosen=TEXT["chosen"] + END)])
     assert texts(first) == ["The tea", " was warm." + END, " was bad." + END]
     assert first[:3] == second[:3]
-
-
-def test_prompts_of_rloo_are_left_open_for_an_answer(load):
-    row, = load([dict(prompt="The tea")], script=rloo)
-    assert TOKENIZER.decode(row.prompt) == "The tea"
-    row, = load(CHATS[:1], script=rloo)
-    assert row.prompt == load(CHATS[:1])[0].prompt
-
-
-def test_rloo_trains_on_string_prompts_and_the_reward_gets_strings(run, tmp_path):
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "The tea"}\n{"prompt": "The warm soup"}\n')
-    (tmp_path / "length.py").write_text("def f(prompts, completions, **columns):\n"
-                                        "    assert set(prompts) <= {'The tea', 'The warm soup'}\n"
-                                        "    return [len(text) for text in completions]\n")
-    data = str(tmp_path / "prompts.jsonl")
-    ended = run("rloo", data=data, eval_data=data, reward=(f"{tmp_path}/length.py:f",), steps=1)
-    lines = [json.loads(line) for line in (ended.out / "samples.jsonl").read_text().splitlines()]
-    assert all(line["reward"] == len(line["completion"]) for line in lines)
-    assert ended.history[1]["reward_std"] > 0
+    assert load([TEXT], script=rloo)[0].prompt == first.prompt
 
 
 def test_pairs_without_a_prompt_share_the_beginning_of_their_answers(load):
@@ -115,26 +97,15 @@ def test_pairs_without_a_prompt_share_the_beginning_of_their_answers(load):
     assert load([dict(chosen=prompt + chosen, rejected=prompt + rejected)])[0][:3] == load(CHATS[:1])[0][:3]
 
 
-def test_ultrafeedback_layout_is_a_string_prompt_and_whole_conversations(load):
+def test_whole_conversations_and_a_string_before_messages(load):
     prompt, chosen, rejected = (CHATS[0][name] for name in ("prompt", "chosen", "rejected"))
-    question = prompt[0]["content"]
     expected = load(CHATS[:1])[0][:3]
-    assert load([dict(prompt=question, chosen=prompt + chosen, rejected=prompt + rejected)])[0][:3] == expected
-    assert load([dict(prompt=question, chosen=chosen, rejected=rejected)])[0][:3] == expected
-
-
-def test_kto_takes_whole_conversations_and_a_string_before_messages(load):
-    prompt, chosen = CHATS[0]["prompt"], CHATS[0]["chosen"]
-    expected = load(CHATS[:1])[0][:2]
-    for question, completion in ((prompt, chosen), (prompt, prompt + chosen), (prompt[0]["content"], chosen)):
-        row, = load([dict(prompt=question, completion=completion, label=True)], script=kto)
-        assert row[:2] == expected
-
-
-def test_answers_of_several_turns_are_rendered_whole(load):
-    turns = said("It was fine.") + said("And the soup?", "user") + said("Bad.")
-    prompt, chosen, _ = texts(load([dict(CHATS[0], chosen=turns)])[0])
-    assert prompt + chosen == TOKENIZER.apply_chat_template(CHATS[0]["prompt"] + turns, tokenize=False)
+    for question in (prompt, prompt[0]["content"]):
+        for before in ([], prompt):
+            row, = load([dict(prompt=question, chosen=before + chosen, rejected=before + rejected)])
+            assert row[:3] == expected
+            row, = load([dict(prompt=question, completion=before + chosen, label=True)], script=kto)
+            assert row[:2] == expected[:2]
 
 
 def test_a_prompt_that_ends_with_a_beginning_of_the_answer_is_continued(load):
@@ -145,20 +116,14 @@ def test_a_prompt_that_ends_with_a_beginning_of_the_answer_is_continued(load):
     assert tokenizer.decode(prompt.prompt) == "<user>q<assistant>The tea is"
 
 
-def test_chat_template_kwargs_reach_the_template(load):
-    tokenizer = variant("{% if loud %}LOUD{% endif %}" + PLAIN)
-    quiet, = load([chat()], tokenizer)
-    loud, = load([chat()], tokenizer, chat_template_kwargs='{"loud": true}')
-    assert texts(loud)[0] == "LOUD" + texts(quiet)[0]
-    assert texts(loud)[1:] == texts(quiet)[1:]
-    with pytest.raises(BadInput, match="chat_template_kwargs"):
-        load([TEXT], chat_template_kwargs='{"loud": true}')
-
-
-def test_tools_and_template_flags_of_a_row_reach_the_template(load):
+def test_flags_and_columns_reach_the_template(load):
     tokenizer = variant("{{ tools }}{{ loud }}" + PLAIN)
+    quiet, = load([chat()], tokenizer)
     row, = load([chat() | dict(tools=[{}], chat_template_kwargs=dict(loud="LOUD"))], tokenizer)
-    assert texts(row)[0].startswith("[{}]LOUD<user>")
+    assert texts(row)[0].startswith("[{}]LOUD<user>") and texts(row)[1:] == texts(quiet)[1:]
+    assert texts(load([chat()], tokenizer, chat_template_kwargs='{"loud": 7}')[0])[0].startswith("None7<user>")
+    with pytest.raises(BadInput, match="chat_template_kwargs"):
+        load([TEXT], chat_template_kwargs='{"loud": 7}')
 
 
 @pytest.mark.parametrize("tokenizer", [byte_level(), ByT5Tokenizer()])
@@ -179,11 +144,17 @@ def test_as_chat_makes_messages_of_strings(load):
     assert load([strings], as_chat=True)[0][:3] == load([messages])[0][:3]
 
 
+def test_as_chat_does_not_make_a_turn_of_what_two_answers_have_in_common(load):
+    with pytest.raises(BadInput, match="rows.jsonl:1: --as_chat.*prompt"):
+        load([dict(chosen="The tea was warm.", rejected="The tea was bad.")], as_chat=True)
+
+
 def test_strings_that_meet_a_chat_template_are_reported(load, capsys):
     load([TEXT])
     assert "--as_chat" in capsys.readouterr().out
     load([TEXT], byte_level())  # it has no template
     load(CHATS)
+    load([dict(chosen="The tea was warm.", rejected="The tea was bad.")])
     load([TEXT], as_chat=True)
     assert "--as_chat" not in capsys.readouterr().out
 
@@ -199,22 +170,68 @@ def test_a_token_that_spans_the_end_of_the_prompt_moves_to_the_answers(load):
     assert texts(row)[0] == "The tea"
 
 
-def test_a_template_that_ends_a_lone_prompt_differently_keeps_the_common_tokens(load):
-    """Such as one that opens a thinking block in its generation prompt."""
-    thinking = variant(PLAIN.replace("<assistant>{% endif", "<assistant>Honestly, {% endif"))
-    for row, expected in zip(load(CHATS, thinking), load(CHATS, variant(PLAIN)), strict=True):
-        assert row[:3] == expected[:3]
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
+         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+LLAMA3 = "{{ bos_token }}" + CHATML.replace("m.content", "m.content | trim")
+GEMMA = LLAMA3.replace("m.role", "'model' if m.role == 'assistant' else m.role").replace(">assistant", ">model")
+QWEN3 = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n" \
+        "{{ m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content }}\n</think>\n\n" \
+        "{% endif %}{{ m.content.split('</think>')[-1].lstrip('\n') }}<|im_end|>\n{% endfor %}" \
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{{ nothing }}{% endif %}"
+MISTRAL = "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] " \
+          "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}" \
+          "{{ m.content }}[/INST]{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
+R1 = "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}<assistant>" \
+     "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}" \
+     "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+NOTHING = "<think>\n\n</think>\n\n"
+SYSTEM = said("Be brief.", "system")
+SHAPES = [  # template, what it makes of an answer, of an answer between spaces, whether it renders the prompt differently
+    (CHATML, "{}<|im_end|>\n", " {} <|im_end|>\n", False), (LLAMA3, "{}<|im_end|>\n", "{}<|im_end|>\n", False),
+    (GEMMA, "{}<|im_end|>\n", "{}<|im_end|>\n", False),
+    (QWEN3, NOTHING + "{}<|im_end|>\n", NOTHING + " {} <|im_end|>\n", False),
+    (QWEN3.replace("nothing", repr(NOTHING)), "{}<|im_end|>\n", " {} <|im_end|>\n", False),
+    (MISTRAL, " {}</s>", " {}</s>", True), (R1, "{}</s>", " {} </s>", True),
+    (R1.replace("<think>\n", "Well, ").replace("{{ eos_token }}", ""), "{}", "{} ", True)]
 
 
-@pytest.mark.parametrize("template", [None, "{{ raise_exception('no such role') }}"])
-def test_a_template_that_fails_is_named_with_the_row(load, template):
-    with pytest.raises(BadInput, match=r"rows.jsonl:1\b"):
+@pytest.mark.parametrize("template, trained, spaced, differs", SHAPES)
+@EACH
+def test_prompts_are_those_of_rloo_and_answers_are_whole(load, capsys, script, template, trained, spaced, differs):
+    tokenizer = byte_level()
+    tokenizer.chat_template = template
+    prompt = SYSTEM + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
+    pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt, s also in </s>
+    rows = load([pair, pair | dict(chosen=said(" Warm. "))], tokenizer, script)
+    assert ("; 2 whose prompt reads differently before an answer" in capsys.readouterr().out) == differs
+    sampled, = load([pair], tokenizer, rloo)
+    assert {row.prompt for row in rows} == {sampled.prompt}
+    assert tokenizer.decode(sampled.prompt).count("Be brief.") == 1
+    answers = [tokenizer.decode(y) for row in rows for y in row[1:3 if script is dpo else 2]]
+    assert answers == [trained.format("Warm."), trained.format("s"), spaced.format("Warm."), trained.format("s")]
+
+
+@pytest.mark.parametrize("system, beginning", [([], ""), (SYSTEM, "Be brief.\n\n")])
+def test_an_answer_of_several_turns_is_rendered_whole(load, system, beginning):
+    tokenizer = byte_level()
+    tokenizer.chat_template = MISTRAL
+    row = dict(prompt=system + said("q", "user"), chosen=said("Yes.") + said("?", "user") + said("Yes."),
+               rejected=said("No."))
+    expected = [f"<s>[INST] {beginning}q[/INST]", " Yes.</s>[INST] ?[/INST] Yes.</s>", " No.</s>"]
+    assert texts(load([row], tokenizer)[0], tokenizer) == expected
+
+
+def test_an_answer_of_which_the_template_leaves_out_the_reasoning_is_refused(load):
+    bad = chat(chosen="<think>\nHm.\n</think>\n\nWarm.")
+    assert len(load([bad], variant(QWEN3))) == 1
+    with pytest.raises(BadInput, match="jsonl:2: .*leaves out words"):
+        load([chat(), bad], variant(R1))
+
+
+@pytest.mark.parametrize("template", [None, "{{ raise_exception('no such role') }}", "{{ messages[0].content }}"])
+def test_a_template_that_fails_or_leaves_out_the_answers_is_refused(load, template):
+    with pytest.raises(BadInput, match=r"rows.jsonl:(1| too few)\b"):
         load(CHATS, variant(template))
-
-
-def test_a_template_that_leaves_out_the_answers_leaves_no_rows(load):
-    with pytest.raises(BadInput, match="rows.jsonl"):
-        load(CHATS, variant("{{ messages[0].content }}"))
 
 
 @pytest.mark.parametrize("front", [(), ("<s>",), ("<s>", "<en>")])
@@ -244,7 +261,7 @@ def test_each_of_many_rows_is_tokenized_as_it_would_be_alone(load):
 
 def test_rows_that_are_too_long_are_dropped_and_counted(load, capsys):
     limit = max(len(row.prompt) + max(len(row.chosen), len(row.rejected)) for row in load(CHATS))
-    assert len(load([*CHATS, chat("and so on " * 50)], max_length=limit)) == 12
+    assert len(load([*CHATS, chat(rejected="and so on " * 50)], max_length=limit)) == 12
     assert re.search(rf"12 of 13 rows.*1 .*{limit}", capsys.readouterr().out)
     assert len(load(CHATS, max_length=limit - 1)) < 12
 
@@ -256,30 +273,25 @@ def test_if_most_rows_are_too_long_the_length_that_keeps_95_percent_is_named(loa
     limit = int(re.search(r"--max_length (\d+)", str(error.value))[1])
     assert len(load(rows, max_length=limit)) == 19
     assert limit < 100
+    with pytest.raises(BadInput, match="too few rows") as error:
+        load([*rows, *[dict(TEXT, chosen="")] * 30], max_length=limit)
+    assert "--max_length" not in str(error.value), "most are empty"
 
 
 @pytest.mark.parametrize("bad, words", [
     (dict(TEXT, prompt=""), "empty"), (dict(TEXT, chosen=""), "empty"), (dict(TEXT, chosen=" \n"), "empty"),
-    (dict(TEXT, chosen=END), "empty"), (dict(chosen="x", rejected="y"), "empty"),
-    (dict(TEXT, chosen=" was bad."), "equal"), (dict(TEXT, chosen=" same" + END, rejected=" same"), "equal")])
+    (dict(TEXT, chosen=END), "empty"), (dict(chosen="x", rejected="y"), "empty.*common beginning"),
+    (dict(TEXT, chosen=" was bad."), "equal"), (dict(TEXT, chosen=" same" + END, rejected=" same"), "equal"),
+    (chat(chosen=" "), "empty"), (chat(chosen="b"), "equal")])
 @EACH
 def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, script, bad, words):
     good = TEXT if "prompt" in bad else dict(chosen="The tea was warm.", rejected="The tea was bad.")
+    good = chat() if isinstance(bad["chosen"], list) else good
     per_row = len(load([good], script=script))
     assert len(load([good, bad, good, bad], script=script)) == 2 * per_row
     assert re.search(rf"2 of 4 rows.*2 .*{words}", capsys.readouterr().out)
     with pytest.raises(BadInput, match="rows.jsonl"):
         load([good, bad, bad], script=script)  # more than half
-
-
-@pytest.mark.parametrize("bad", [chat(chosen=""), dict(chat(), chosen=said("q", "user")), dict(chat(), prompt=[])])
-def test_chats_without_a_prompt_or_an_answer_are_no_rows(load, bad):
-    """They are dropped, or the file is refused: never is the end of a turn trained alone."""
-    try:
-        rows = load([*CHATS, bad])
-    except BadInput:
-        return
-    assert len(rows) == 12
 
 
 def test_answers_that_repeat_a_long_string_prompt_are_stripped_of_it_and_counted(load, capsys):
@@ -302,42 +314,42 @@ def test_answers_that_begin_with_a_short_prompt_and_a_single_one_stay_whole(load
 
 
 @pytest.mark.parametrize("bad, words", [
-    ({"prompt": "x", "chosen": "y"}, "rejected"), (dict(TEXT, chosen=5), ""), ('["a list"]', ""), ("7", ""),
+    ({"prompt": "x", "chosen": "y"}, "expected.*found prompt, chosen in"), (dict(TEXT, chosen=5), "expected.*5"),
+    (dict(TEXT, chosen=None), "expected.*null"), (dict(TEXT, chosen=dict(said("a")[0])), "expected"),
+    (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"), (dict(chat(), prompt=[]), "expected"),
+    ('["a list"]', "column"), ("7", "column"), ('{"prompt": ', ""), (dict(TEXT, prompt=None), "prompt"),
     (dict(TEXT, chosen=json.dumps(said("a"))), "string"), (dict(TEXT, chosen=str(said("a")[0])), "string"),
-    (dict(TEXT, prompt=str(said("q", "user"))), "string"),
-    (dict(TEXT, chosen=said("a")), ""), (chat(), "messages"), (dict(TEXT, prompt=None), "prompt")])
+    (dict(TEXT, prompt=str(said("q", "user"))), "string"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages")])
 def test_rows_that_cannot_be_read_are_refused_with_file_and_row(load, bad, words):
-    with pytest.raises(BadInput, match=rf"rows.jsonl:2\b.*{words}"):
-        load([TEXT, bad, TEXT, TEXT])
+    with pytest.raises(BadInput, match=rf"rows.jsonl:3: .*{words}"):
+        load([TEXT, "", bad, TEXT, TEXT])
+
+
+@pytest.mark.parametrize("script, columns", [
+    (dpo, "prompt, chosen, rejected"), (kto, "prompt, completion, label"), (rloo, "prompt")])
+def test_rows_with_other_columns_are_told_which_are_expected(load, script, columns):
+    for row in (dict(question="q", answer="a"), dict(completion="a", label=1)):
+        with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found {', '.join(row)} in"):
+            load([row], script=script)
 
 
 @pytest.mark.parametrize("role", ["user", "system"])
-def test_answers_that_begin_with_another_role_are_refused(load, role):
-    bad = dict(chat(), chosen=said("x", role) + said("a"), rejected=said("x", role) + said("b"))
-    with pytest.raises(BadInput, match=r"jsonl:2\b.*(user|system)"):
-        load([chat(), bad])
+def test_answers_that_begin_or_end_with_another_role_are_refused(load, role):
+    for answer in (said("x", role) + said("a"), said("a") + said("x", role)):
+        with pytest.raises(BadInput, match=r"jsonl:2: .*(user|system)"):
+            load([chat(), dict(chat(), chosen=answer)])
 
 
 def test_answers_that_are_json_are_not_messages(load):
     answer = json.dumps({"content": "tea", "temperature": [{"warm": True}]})
-    for chosen in (answer, f"[{answer}]"):
+    for chosen in (answer, f"[{answer}]", '{"role": "cook"}'):
         tokenizer = byte_level()
         assert texts(load([dict(TEXT, chosen=chosen)], tokenizer)[0], tokenizer)[1] == chosen + "</s>"
 
 
-def test_a_broken_line_of_a_jsonl_file_is_named(load):
-    with pytest.raises(BadInput, match="rows.jsonl:3"):
-        load([TEXT, "", '{"prompt": ', TEXT])
-
-
 def test_strings_without_an_eos_token_are_refused(load):
-    with pytest.raises(BadInput):
+    with pytest.raises(BadInput, match="EOS"):
         load([TEXT], byte_level(eos_token=None))
-
-
-def test_kto_refuses_strings_without_a_prompt(load):
-    with pytest.raises(BadInput, match="rows.jsonl.*prompt"):
-        load([dict(completion="The tea was warm.", label=True)], script=kto)
 
 
 def test_labels_are_what_json_python_and_spreadsheets_write(load):
@@ -352,17 +364,21 @@ def test_other_labels_are_refused(load, label):
         load([dict(prompt="The tea", completion=" was warm.", **label)], script=kto)
 
 
-def test_pairs_give_kto_one_row_of_each_kind(load):
-    rows, pairs = load(CHATS, script=kto), load(CHATS)
-    assert [row.is_desirable for row in rows] == [True, False] * len(pairs)
-    assert [row[:2] for row in rows] == [(pair.prompt, y) for pair in pairs for y in (pair.chosen, pair.rejected)]
+def test_pairs_give_kto_one_row_of_each_kind_which_do_not_depend_on_each_other(load):
+    spanning = dict(prompt="The tea wa", chosen=", it was warm.", rejected="s bad.")  # a token spans the prompt's end
+    rows = load([TEXT, spanning], script=kto)
+    assert [row.is_desirable for row in rows] == [True, False] * 2
+    single = [dict(prompt=pair["prompt"], completion=pair[name], label=name == "chosen")
+              for pair in (TEXT, spanning) for name in ("chosen", "rejected")]
+    assert [row[:3] for row in rows] == [row[:3] for row in load(single, script=kto)]
+    assert rows[2].prompt != rows[3].prompt and load([spanning])[0].prompt == rows[3].prompt
 
 
 def test_rewards_of_the_data_are_read_for_the_rpo_losses_and_missing_ones_refused(load):
     scores = dict(chosen_reward=0.75, rejected_reward="-2")
     assert load([TEXT | scores], loss=("rpo_sq",))[0][3:5] == (0.75, -2.0)
     for name in scores:
-        with pytest.raises(BadInput, match=name):
+        with pytest.raises(BadInput, match="need chosen_reward and rejected_reward"):
             load([TEXT | {name: 1.0}], loss=("sigmoid", "rpo_fwd_kl"))
 
 
@@ -394,10 +410,8 @@ def test_every_format_gives_the_same_rows(load, tmp_path, name):
     loaded = load(write_as(tmp_path / name, ROWS))
     assert [row[:3] for row in loaded] == [row[:3] for row in load(ROWS)]
     assert [row.columns for row in loaded] == ROWS
-
-
-def test_chats_in_parquet_are_those_of_jsonl(load, tmp_path):
-    assert [row[:3] for row in load(write_as(tmp_path / "chats.parquet", CHATS))] == [row[:3] for row in load(CHATS)]
+    if name != "a.csv":
+        assert [row[:3] for row in load(write_as(tmp_path / name, CHATS))] == [row[:3] for row in load(CHATS)]
 
 
 @pytest.mark.parametrize("line", ["p, good, bad, and more", "p, good"])
@@ -417,6 +431,13 @@ def test_files_that_cannot_be_read_or_hold_no_rows_are_named(load, tmp_path, nam
         path.write_bytes(b"[]" if name == "empty.json" else contents[path.stem])
     with pytest.raises(BadInput, match=name):
         load(name if "/" in name else path)
+
+
+def test_other_files_and_folders_are_told_which_endings_are_read(load, tmp_path):
+    (tmp_path / "a.tsv").touch()
+    for path in (tmp_path, tmp_path / "a.tsv"):
+        with pytest.raises(BadInput, match=r"\.jsonl, \.json, \.csv or \.parquet"):
+            load(path)
 
 
 def test_hub_datasets_are_loaded_by_name_and_split(load, monkeypatch):

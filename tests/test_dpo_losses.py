@@ -4,15 +4,16 @@ from typing import get_args
 
 import pytest
 import torch
-from models import make
+from models import gradient, logp, make
 from torch import tensor
 
 import dpo
 from dpo import Args, Batch, Loss, Row, measure, metrics, preference_loss
-from refcache import ReferenceCache, share_prompts
+from refcache import BadInput, ReferenceCache, enable_shared_prompts
 
 BETA, EPS, GAMMA, ETA = 0.2, 0.1, 0.6, 2.0
-ARGS = Args(dtype="float32", beta=BETA, label_smoothing=EPS, simpo_gamma=GAMMA, rpo_eta=ETA)
+OPTIONS = dict(beta=BETA, label_smoothing=EPS, simpo_gamma=GAMMA, rpo_eta=ETA)
+ARGS = Args(dtype="float32", **OPTIONS)
 PAIRS = Batch(
     logp_w=tensor([-20.0, -35.0]), logp_l=tensor([-24.0, -31.0]), ratio_w=tensor([2.0, -1.5]),
     ratio_l=tensor([-1.0, 0.5]), len_w=tensor([8.0, 10.0]), len_l=tensor([6.0, 14.0]),
@@ -64,7 +65,7 @@ def test_formulas_cover_every_loss_of_the_command_line():
 def test_value_and_gradient_equal_the_formula_in_plain_python(name):
     leaves = [values.double().requires_grad_() for values in PAIRS[:4]]
     batch = Batch(*leaves, *(values.double() for values in PAIRS[4:]))
-    losses = preference_loss(name, batch, ARGS)
+    losses = preference_loss(name, *batch, **OPTIONS)
     gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
     for i in range(2):
         pair = [values[i].item() for values in PAIRS]
@@ -77,12 +78,6 @@ def test_value_and_gradient_equal_the_formula_in_plain_python(name):
             assert found == pytest.approx(slope, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("eps", [0.0, EPS])
-def test_dpo_is_ln_2_at_the_reference(eps):
-    start = PAIRS._replace(ratio_w=torch.zeros(2), ratio_l=torch.zeros(2))
-    assert preference_loss("sigmoid", start, Args(label_smoothing=eps)).tolist() == pytest.approx([log(2)] * 2)
-
-
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"apo_down", "discopop", "sft"}))
 def test_gradient_at_the_reference_raises_the_chosen_and_lowers_the_rejected(name):
     """apo_down lowers both, and discopop has a local maximum there (its paper, figure 2)."""
@@ -90,15 +85,14 @@ def test_gradient_at_the_reference_raises_the_chosen_and_lowers_the_rejected(nam
     logp_l = tensor([-20.0, -20.1], requires_grad=True)
     batch = Batch(logp_w, logp_l, logp_w - logp_w.detach(), logp_l - logp_l.detach(), PAIRS.len_w, PAIRS.len_l,
                   score_w=tensor([1.0, 2.0]), score_l=torch.zeros(2))
-    args = Args(label_smoothing=1e-3 if name == "exo_pair" else 0.0)
-    preference_loss(name, batch, args).sum().backward()
+    preference_loss(name, *batch, label_smoothing=1e-3 if name == "exo_pair" else 0.0).sum().backward()
     assert (logp_w.grad < 0).all() and (logp_l.grad > 0).all()
 
 
 def test_apo_down_lowers_the_rejected_more_than_the_chosen():
     ratio_w = torch.zeros(2, requires_grad=True)
     ratio_l = torch.zeros(2, requires_grad=True)
-    preference_loss("apo_down", PAIRS._replace(ratio_w=ratio_w, ratio_l=ratio_l), Args()).sum().backward()
+    preference_loss("apo_down", *PAIRS._replace(ratio_w=ratio_w, ratio_l=ratio_l)).sum().backward()
     assert (ratio_w.grad >= 0).all() and (ratio_l.grad > ratio_w.grad).all()
 
 
@@ -108,10 +102,16 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
               for values in ([-1.0, -900.0] * 2, [500.0, -500.0, -500.0, 500.0], [-500.0, 500.0, -500.0, 500.0])]
     repeated = Batch(*(values.repeat(2) for values in PAIRS))
     batch = repeated._replace(logp_w=leaves[0], ratio_w=leaves[1], ratio_l=leaves[2])
-    loss = preference_loss(name, batch, Args(label_smoothing=0.1))
+    loss = preference_loss(name, *batch, label_smoothing=0.1)
     gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
     assert loss.isfinite().all()
     assert all(gradient.isfinite().all() for gradient in gradients if gradient is not None)
+
+
+@pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("robust", 0.5)])
+def test_a_loss_that_is_not_defined_is_refused_before_anything_is_loaded(loss, eps):
+    with pytest.raises(BadInput, match="--label_smoothing"):
+        dpo.main(Args(model="no folder", data="no file", loss=("sigmoid", loss), label_smoothing=eps))
 
 
 # ---- Metrics ---------------------------------------------------------
@@ -123,7 +123,7 @@ def test_several_losses_are_added_with_their_weights(weights):
     found = metrics(PAIRS, dpo.replace(ARGS, loss=names, loss_weights=weights))["loss"]
     expected = 0
     for weight, name in zip(weights or (1, 1, 1), names):
-        expected = expected + weight * preference_loss(name, PAIRS, ARGS)
+        expected = expected + weight * preference_loss(name, *PAIRS, **OPTIONS)
     assert found.tolist() == pytest.approx(expected.tolist()) and found.shape == (2,)
 
 
@@ -144,12 +144,18 @@ def test_ties_are_judged_on_log_ratios_whatever_beta_is(difference, accuracy):
         assert metrics(pairs, Args(beta=beta))["rewards/accuracies"].tolist() == [accuracy] * 2
 
 
-@EACH_LOSS
-def test_rewards_are_summed_over_tokens_whatever_the_loss_is(name):
-    """Also of simpo, and of simpo added to another loss: TRL's curves compare."""
-    values = metrics(PAIRS, dpo.replace(ARGS, loss=(name, "simpo")))
-    assert values["rewards/chosen"].tolist() == pytest.approx([0.4, -0.3])
-    assert values["rewards/margins"].tolist() == pytest.approx([0.6, -0.4])
+@pytest.mark.parametrize("loss, chosen, rejected", [
+    (("simpo",), [0.2 * 2 / 8, 0.2 * -1.5 / 10], [0.2 * -1 / 6, 0.2 * 0.5 / 14]),
+    (("simpo", "sft"), [0.4, -0.3], [-0.2, 0.1]), (("ipo",), [0.4, -0.3], [-0.2, 0.1])])
+def test_rewards_are_of_whole_answers_but_for_simpo_alone(loss, chosen, rejected):
+    """Its reward is per token, as in its paper and in TRL."""
+    values = metrics(PAIRS, dpo.replace(ARGS, loss=loss))
+    assert values["rewards/chosen"].tolist() == pytest.approx(chosen)
+    assert values["rewards/rejected"].tolist() == pytest.approx(rejected)
+    assert values["rewards/margins"].tolist() == pytest.approx([w - l for w, l in zip(chosen, rejected)])
+    short = PAIRS._replace(ratio_w=tensor([2.0, 2.0]), ratio_l=tensor([1.9, 1.9]), len_l=tensor([4.0, 20.0]))
+    accuracies = metrics(short, dpo.replace(ARGS, loss=loss))["rewards/accuracies"]
+    assert accuracies.tolist() == ([0.0, 1.0] if loss == ("simpo",) else [1.0, 1.0])
 
 
 # ---- From tokens to the batch ----------------------------------------
@@ -163,7 +169,7 @@ ROWS = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), 1.0, 0.5, {}),
 @pytest.fixture(scope="module")
 def policy():
     policy = make("llama", 1)
-    share_prompts(policy)
+    enable_shared_prompts(policy)
     return policy
 
 
@@ -173,15 +179,6 @@ def known():
     known = ReferenceCache()
     known.score(make("llama", 2), dpo.groups(ROWS))
     return known
-
-
-def token_logps(model, prompt, y):
-    logits = model(tensor([prompt + y])).logits[0, len(prompt) - 1:-1]
-    return logits.log_softmax(-1).gather(1, tensor(y)[:, None])[:, 0]
-
-
-def gradient(policy):
-    return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
 
 @pytest.mark.parametrize("flags", [
@@ -208,8 +205,8 @@ def test_gradient_of_a_batch_is_that_of_its_mean_loss(policy, known):
     policy.zero_grad()
     loss = 0.0
     for row in ROWS:
-        c = (token_logps(policy, row.prompt, row.chosen) - tensor(known[row.prompt, row.chosen])).sum()
-        r = (token_logps(policy, row.prompt, row.rejected) - tensor(known[row.prompt, row.rejected])).sum()
+        c = (logp(policy, row.prompt, row.chosen) - tensor(known[row.prompt, row.chosen])).sum()
+        r = (logp(policy, row.prompt, row.rejected) - tensor(known[row.prompt, row.rejected])).sum()
         loss = loss - torch.nn.functional.logsigmoid(0.3 * (c - r)) / len(ROWS)
     loss.backward()
     assert values["loss"] == pytest.approx(loss.item(), abs=1e-5)
@@ -228,7 +225,7 @@ def test_humanline_clamps_the_log_ratio_of_every_token(policy, known):
     clamped = 0
     for i, row in enumerate(ROWS):
         for y, found in ((row.chosen, batch.ratio_w[i]), (row.rejected, batch.ratio_l[i])):
-            ratios = token_logps(policy, row.prompt, y) - tensor(known[row.prompt, y])
+            ratios = logp(policy, row.prompt, y) - tensor(known[row.prompt, y])
             assert found.item() == pytest.approx(ratios.clamp(-1.0, 1.5).sum().item(), abs=1e-4)
             clamped += ((ratios < -1.0) | (ratios > 1.5)).sum().item()
     assert clamped, "or the test would not see it"

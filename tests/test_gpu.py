@@ -10,7 +10,7 @@ from test_logprobs import GROUPS, ON_CUDA, SAMPLES, flat, slow, values_and_gradi
 import dpo
 import refcache
 import rloo
-from refcache import ReferenceCache, Swap, completion_logprobs, share_prompts
+from refcache import ReferenceCache, Swap, completion_logprobs, enable_shared_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -23,7 +23,7 @@ def exact(name, groups):
 def errors(name, groups, truth):
     """Mean error of the log-probs in nats, and error of the gradient as a share of its norm, with bfloat16 forwards."""
     model = make(name).cuda()
-    assert share_prompts(model, "bfloat16")
+    assert enable_shared_prompts(model, "bfloat16")
     logps, grad = (x.cpu() for x in values_and_gradients(completion_logprobs, model, groups, dtype="bfloat16"))
     return (logps - truth[0]).abs().mean(), (grad - truth[1]).norm() / truth[1].norm()
 
@@ -113,7 +113,7 @@ def test_greedy_rollouts_are_those_of_one_prompt_at_a_time():
     prompts = [(5, 6, 7), (9, 8), (4, 3, 2, 11, 12)]
     tokenizer = SimpleNamespace(eos_token_id=None, batch_decode=lambda *_, **__: [])
     args = rloo.Args(top_k=1, max_new_tokens=8, dtype="float32")
-    share_prompts(policy)
+    enable_shared_prompts(policy)
     together = rloo.rollout(policy, tokenizer, prompts, 3, 1, args).groups
     assert together == [rloo.rollout(policy, tokenizer, [prompt], 3, 1, args).groups[0] for prompt in prompts]
 

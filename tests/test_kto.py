@@ -1,36 +1,21 @@
 """kto.py: the loss and z by hand, and runs. What it shares with dpo.py is the same text, tested in test_dpo.py."""
 import json
-from dataclasses import replace
 from math import exp
 
 import numpy as np
 import pytest
 import torch
-from models import make
-from runs import ROOT, TOKENIZER, arguments, load, run, same, tiny, weights_of
+from models import logp, make
+from runs import ROOT, TOKENIZER, arguments, run  # noqa: F401
 from torch import tensor
-from transformers import AutoModelForCausalLM
 
 import kto
 from kto import Args, Batch, Row, batch_rows, derange, draw_others, feedback_loss, load_rows, metrics
 from refcache import BadInput, ReferenceCache
 
-FIRST = dict(eval_every=2)
-
 
 def sg(x):
     return 1 / (1 + exp(-x))
-
-
-def logp(model, prompt, y):
-    logits = model(tensor([prompt + y])).logits[0, len(prompt) - 1:-1]
-    return logits.log_softmax(-1).gather(1, tensor(y)[:, None]).sum()
-
-
-def rows_of(args):
-    """Rows to train on and held-out rows, with an answer to another prompt each."""
-    rows = load_rows(args.data, TOKENIZER, args), load_rows(args.eval_data, TOKENIZER, args)
-    return draw_others(*rows, args)
 
 
 # ---- The loss --------------------------------------------------------
@@ -122,7 +107,7 @@ def test_z_is_the_mean_over_the_whole_batch_clamped_once_under_any_micro_batchin
     known = ReferenceCache()
     known.score(reference, kto.other_groups(rows))
     with torch.no_grad():
-        ratios = [(logp(policy, r.prompt, r.other) - logp(reference, r.prompt, r.other)).item() for r in rows]
+        ratios = [(logp(policy, r.prompt, r.other) - logp(reference, r.prompt, r.other)).sum().item() for r in rows]
     order = np.argsort(ratios)
     assert min(ratios) < 0 < max(ratios), "or the test would not see whether the clamp comes after the mean"
     for some in (range(12), order[:3], order[[0, -1]], order[-1:]):
@@ -133,58 +118,12 @@ def test_z_is_the_mean_over_the_whole_batch_clamped_once_under_any_micro_batchin
             assert z.item() == pytest.approx(expected, abs=1e-3) and not z.requires_grad
 
 
-@pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
-def test_a_run_equals_a_slow_loop_with_two_models(loss):
-    """One forward per sequence, z and the loss as in the paper; no gradient flows through z."""
-    args = arguments("kto", loss=loss, ref_model=tiny(1), lr=1e-3, steps=2, desirable_weight=1.3,
-                     undesirable_weight=0.7, seed=4)
-    history = kto.main(args)
-    rows, _ = rows_of(args)
-    policy, reference = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tiny(), tiny(1)))
-    optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-
-    def log_ratio(prompt, y):
-        return logp(policy, prompt, y) - logp(reference, prompt, y).detach()
-
-    for step, lr in ((1, 1e-3), (2, 0.5e-3)):
-        batch = batch_rows(step, rows, 3, seed=4)
-        z = 0.0
-        if loss == "kto":
-            z = max(0.0, sum(log_ratio(row.prompt, row.other).item() for row in batch) / 3)
-            assert history[step]["kl"] == pytest.approx(z, rel=1e-4, abs=1e-4) and z > 0.1
-        total = 0.0
-        for row in batch:
-            x = 0.1 * (log_ratio(row.prompt, row.completion) - z)
-            value = 1.3 * (1 - torch.sigmoid(x)) if row.is_desirable else 0.7 * (1 - torch.sigmoid(-x))
-            total = total + value / 3
-        assert total.item() == pytest.approx(history[step]["loss"], abs=1e-5)
-        optimizer.param_groups[0]["lr"] = lr
-        optimizer.zero_grad()
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
-    saved = weights_of(f"{args.out}/model")
-    for name, p in policy.named_parameters():
-        torch.testing.assert_close(p, saved[name], atol=1e-4, rtol=1e-3)
-
-
 # ---- Training --------------------------------------------------------
-
-def test_learns_from_a_part_of_the_demo(tmp_path):
-    for name, lines in (("feedback", slice(24, 152)), ("feedback_test", slice(24))):
-        rows = (ROOT / f"demo/{name}.jsonl").read_text().splitlines(True)[lines]
-        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
-    history = kto.main(Args(model=f"{ROOT}/demo/model", data=f"{tmp_path}/feedback.jsonl", out=f"{tmp_path}/out",
-                            eval_data=f"{tmp_path}/feedback_test.jsonl", lr=4e-4, steps=14, batch_size=16,
-                            max_new_tokens=20, score=f"{ROOT}/demo/score.py:success"))
-    assert history[0]["eval_rewards/accuracies"] == 0.5 and history[-1]["eval_rewards/margins"] > 0.1
-    assert history[0]["eval_score"] + 0.3 < history[-1]["eval_score"]
-
 
 def test_step_0_has_no_kl_and_half_the_weight_as_loss():
     args = arguments("kto", desirable_weight=1.5, undesirable_weight=0.5, steps=1, batch_size=5)
     values = kto.main(args)[1]
-    labels = [row.is_desirable for row in batch_rows(1, rows_of(args)[0], 5, 0)]
+    labels = [row.is_desirable for row in batch_rows(1, load_rows(args.data, TOKENIZER, args), 5, 0)]
     assert abs(values["kl"]) < 1e-5 and values["rewards/accuracies"] == 0.5
     expected = 0.5 * np.mean([1.5 if label else 0.5 for label in labels])
     assert values["loss"] == pytest.approx(expected, abs=1e-5)
@@ -195,10 +134,6 @@ def test_a_batch_of_one_kind_has_no_mean_of_the_other_kind(run):
     assert ("rewards/chosen" in values) != ("rewards/rejected" in values) and "rewards/margins" not in values
 
 
-def test_tokens_per_forward_changes_memory_only(run):
-    assert same(run("kto", **FIRST), run("kto", **FIRST, tokens_per_forward=90), 1e-4)
-
-
 def test_the_cache_has_every_row_of_several_epochs(tmp_path, monkeypatch):
     loaded = []
     original = kto.load_model
@@ -207,23 +142,6 @@ def test_the_cache_has_every_row_of_several_epochs(tmp_path, monkeypatch):
     kto.main(arguments("kto", **flags, batch_size=5))
     kto.main(arguments("kto", **flags, batch_size=4, beta=0.2))
     assert loaded == [{}, dict(trains=True), dict(trains=True)]
-
-
-def test_reported_numbers_are_those_of_the_saved_model(run):
-    first = run("kto", **FIRST)
-    args = replace(first.args, dtype="float32")
-    _, held_out = rows_of(args)
-    known = ReferenceCache()
-    known.score(AutoModelForCausalLM.from_pretrained(tiny()), kto.groups(held_out) + kto.other_groups(held_out))
-    values = kto.evaluate(load(first.model, kto), held_out, known, args)
-    assert values == pytest.approx({name: first.history[-1][name] for name in values}, abs=2e-5, rel=1e-5)
-    assert any(abs(value) > 1e-3 for name, value in values.items() if "rewards" in name)
-
-
-def test_every_metric_is_explained_in_the_docstring(run):
-    names = {name.removeprefix("eval_") for values in run("kto", **FIRST).history for name in values} - {"step"}
-    text = kto.__doc__.replace("logps/*", "logps/chosen, logps/rejected")
-    assert {"learning_rate", "kl"} <= names and not [name for name in names if name not in text]
 
 
 def labelled(tmp_path, labels):
@@ -257,12 +175,6 @@ def test_labels_that_kto_cannot_use_are_refused(tmp_path, labels, words):
         kto.main(arguments("kto", data=labelled(tmp_path, labels)))
 
 
-@pytest.mark.parametrize("changes, words", [(dict(ref="none"), "none"), (dict(humanline=(-1.0, 1.5)), "--ref swap")])
-def test_bad_arguments_are_refused(changes, words):
-    with pytest.raises(BadInput, match=words):
-        kto.main(arguments("kto", **changes))
-
-
-def test_a_loss_that_is_not_finite_stops_the_run():
-    with pytest.raises(BadInput, match="step 2"):
-        kto.main(arguments("kto", lr=1e17, max_grad_norm=1e17))
+def test_humanline_needs_a_reference_that_moves():
+    with pytest.raises(BadInput, match="--ref swap"):
+        kto.main(arguments("kto", humanline=(-1.0, 1.5)))

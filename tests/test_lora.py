@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import build
+from models import GROUPS, build
 from runs import (  # noqa: F401
-    BOTH, FOLDER, GROUPS, LORA, SCRIPTS, TINY, TOKENIZER, adapt, arguments, distance, load, logits, logprobs, resolved, run,
-    same, save, tiny, weights_of)
+    EACH, FOLDER, LORA, SCRIPTS, TINY, TOKENIZER, adapt, arguments, distance, load, logits, logprobs, run, same,
+    save, tiny, weights_of)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -188,17 +188,17 @@ def halved():
 @pytest.mark.parametrize("script, flags", [
     ("dpo", dict(gradient_checkpointing=True)), pytest.param("kto", dict(ref="live"), marks=pytest.mark.slow),
     ("rloo", dict(steps=2))])
-def test_a_base_stored_in_bfloat16_changes_no_bit_of_a_run(run, script, flags):
+def test_how_a_base_is_stored_changes_no_bit_of_a_run_in_bfloat16(run, script, flags):
     bases = save(halved(), "halved"), save(halved().float(), "widened")
     adapters = []
-    for base, dtype in zip(bases, (torch.bfloat16, torch.float32)):
+    for base in bases:
         adapters.append(f"{base} with an adapter")
         shutil.copytree(adapt("one adapter for both", base=bases[1]), adapters[-1], dirs_exist_ok=True)
         config = Path(adapters[-1], "adapter_config.json")
         config.write_text(config.read_text().replace(bases[1], base))
         policy = load(adapters[-1], trains=True, dtype="bfloat16")
-        stored = {p.dtype for name, p in policy.named_parameters() if "proj.base_layer" in name}
-        assert stored == {dtype}
+        assert {p.dtype for p in policy.parameters() if not p.requires_grad} == {torch.bfloat16}
+        assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
     one, two = (run(script, model=adapter, dtype="bfloat16", lr=2e-2, **flags) for adapter in adapters)
     assert one.history == two.history and one.history[-1] != one.history[0]
     assert distance(one, two) == 0
@@ -231,7 +231,31 @@ def test_an_adapter_that_lacks_a_weight_is_refused(run):
         run(model=folder, ref="swap")
 
 
-@BOTH
+@EACH
 def test_an_adapter_on_top_of_the_adapter_in_the_model_folder_is_refused(script):
     with pytest.raises(BadInput, match="--lora_r"):
-        resolved(script, model=adapt("sft"), lora_r=4)
+        SCRIPTS[script].main(arguments(script, model=adapt("sft"), lora_r=4))
+
+
+def test_layer_names_choose_what_is_adapted():
+    policy = load(trains=True, lora_r=4, lora_target="q_proj,v_proj")
+    assert {name.split(".")[-4] for name, p in policy.named_parameters() if p.requires_grad} == {"q_proj", "v_proj"}
+
+
+def other_kind(name, **config):
+    """The folder of an adapter that is more than a change of weights."""
+    folder = f"{FOLDER.name}/{name}"
+    model = AutoModelForCausalLM.from_pretrained(tiny())
+    peft.get_peft_model(model, peft.get_peft_config(dict(task_type="CAUSAL_LM", **config))).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("name, config", [
+    ("prompt", dict(peft_type="PROMPT_TUNING", num_virtual_tokens=4)),
+    ("prefix", dict(peft_type="PREFIX_TUNING", num_virtual_tokens=4)),
+    ("alora", dict(peft_type="LORA", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 9]))])
+def test_an_adapter_that_is_more_than_weights_is_refused(name, config, trains):
+    """Its virtual tokens, or where it begins, would be ignored."""
+    with pytest.raises(BadInput, match="more than weights"):
+        load(other_kind(name, **config), trains=trains)

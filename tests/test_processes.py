@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import make
-from runs import SCRIPTS, TOKENIZER, arguments, needs_peft, tiny, weights_of
+from models import GROUPS, equal, flat, make
+from runs import SCRIPTS, TOKENIZER, arguments, needs_peft, tiny, weights_of, without_speed
 
 import dpo
 import refcache
@@ -29,15 +29,13 @@ CASES = {  # what differs between processes: weights, gradients, data, reference
     "dpo-humanline": ("dpo", dict(ref="swap", humanline=(-1.0, 1.5), gradient_checkpointing=True)),
     "dpo-sync": ("dpo", dict(ref="swap", sync_reference=2, sync_mix=0.6)),
     "dpo-lora": ("dpo", dict(lora_r=4, lr=2e-2)),
+    "dpo-bfloat16": ("dpo", dict(dtype="bfloat16", ref="swap")),
     "kto": ("kto", dict(samples=3)),
     "kto-one-row": ("kto", dict(batch_size=1, model=tiny(1), ref_model=tiny())),  # z is positive
     "rloo": ("rloo", dict(updates_per_rollout=2)),
     "rloo-one-prompt": ("rloo", dict(batch_size=1)),
     "rloo-sync": ("rloo", dict(sync_reference=2, mask_truncated=True)),
 }
-GROUPS = [((5, 9, 33), [(60, 12, 7), (90, 41)]), ((8, 3), [(77, 21, 4, 96)]), ((8, 3, 71, 14), [(2,), (9, 9), (1,)])]
-
-
 def slow_but(quick):
     """All cases. Those that are not named are slow."""
     marked = []
@@ -50,9 +48,7 @@ def slow_but(quick):
 
 
 def in_processes(n, function, *args):
-    """function(*args) in n processes: what the first one returned. Raises what any of them raised."""
-    if n == 1:
-        return function(*args)
+    """function(*args) in n forked processes: what the first one returned. Raises what any of them raised."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -74,8 +70,9 @@ def in_processes(n, function, *args):
 
 
 def _process(pipe, rank, ranks, port, function, args):
-    os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost",
-                       MASTER_PORT=str(port))
+    if ranks > 1:
+        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost",
+                           MASTER_PORT=str(port))
     if rank:
         sys.stdout = open(os.devnull, "w")
     try:
@@ -96,7 +93,7 @@ def flags_of(name, **changes):
 def train(name, n, **changes):
     """The history and the weights of a run of n processes."""
     script, args = flags_of(name, **changes)
-    history = in_processes(n, SCRIPTS[script].main, args)
+    history = without_speed(in_processes(n, SCRIPTS[script].main, args))
     return history, weights_of(f"{args.out}/model"), Path(args.out)
 
 
@@ -119,12 +116,26 @@ def assert_same(one, several):
         assert torch.allclose(weights, several[1][name], atol=1e-5), name
 
 
-@pytest.mark.parametrize("name", slow_but({"dpo-one-row", "dpo-sync", "kto-one-row", "rloo"}))
+@pytest.mark.parametrize("name", slow_but({"dpo-sync", "kto-one-row", "rloo"}))
 def test_two_processes_give_the_run_of_one(name):
+    if CASES[name][1].get("dtype"):
+        pytest.skip("see the next test")
     assert_same(whole(name, 1), whole(name, 2))
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_two_processes_in_bfloat16_give_the_run_of_one_but_for_rounding():
+    (one, theirs, _), (two, ours, _) = (whole("dpo-bfloat16", n) for n in (1, 2))
+    assert [values["eval_logratio"] for values in (one[0], two[0])] == [0, 0]
+    for a, b in zip(one[1:], two[1:], strict=True):
+        assert a["logratio"] == b["logratio"] == 0 or a["step"] > 1
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-3)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.05)
+    begin = weights_of(tiny())
+    change, gap = (sum((weights[name] - theirs[name]).square().sum() for name in theirs) for weights in (begin, ours))
+    assert gap < 0.1 * change
+
+
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
 def test_a_process_whose_samples_have_ended_goes_on_with_the_others(name, monkeypatch):
     """Else they would wait for its weights for ever."""
     monkeypatch.setattr(SCRIPTS[name], "stop_tokens", lambda *_: range(len(TOKENIZER) // (1 + refcache.processes()[0])))
@@ -144,6 +155,7 @@ def test_rollouts_of_different_lengths_are_those_of_one_process(monkeypatch):
 def test_each_process_calls_the_rewards_for_its_own_samples_only():
     _, args = flags_of("rloo", steps=1, k=3)
 
+    @refcache.process_group()
     def main():
         calls = []
         original = rloo.load_function
@@ -152,7 +164,7 @@ def test_each_process_calls_the_rewards_for_its_own_samples_only():
             reward = original(spec)
 
             def spy(**columns):
-                size, = {len(values) for values in columns.values()}
+                (size,) = {len(values) for values in columns.values()}
                 calls.append(size)
                 return reward(**columns)
             return spy
@@ -167,72 +179,63 @@ def test_each_process_calls_the_rewards_for_its_own_samples_only():
 
 # ---- Log-probs -------------------------------------------------------
 
-def logps_and_gradients(name, split=False, checkpointing=False, dtype="float32"):
+def logps_and_gradients(name, split, dtype="float32"):
     """Of the sum of squares of all log-probs. Each process does its share."""
     model = make(name)
-    if dtype == "bfloat16":
-        model = model.bfloat16().float()  # as a checkpoint in bfloat16 is loaded
     if split:
-        refcache.shard(model, dist.init_device_mesh("cpu", (2,)), dtype)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in model.modules():
-            layer.training = isinstance(layer, dpo.GradientCheckpointingLayer)
+        refcache.shard(model, "cpu", dtype)
     model.requires_grad_(True)
     found = {}
-    for micro in micro_batches(model, GROUPS, 12, *refcache.processes()):
-        logps = completion_logprobs(model, [GROUPS[i] for i in micro or [0]], dtype=dtype)
-        (sum((y ** 2).sum() for ys in logps for y in ys) * bool(micro)).backward()
-        found |= {i: [y.detach() for y in ys] for i, ys in zip(micro, logps)}
+    for indices, counts in micro_batches(model, GROUPS, 12, *refcache.processes()):
+        logps = completion_logprobs(model, [GROUPS[i] for i in indices])
+        (sum((y ** 2).sum() for ys in logps for y in ys) * counts).backward()
+        found |= {i: [y.detach() for y in ys] for i, ys in zip(indices, logps) if counts}
     found = {i: ys for part in refcache.all_gather(found) for i, ys in part.items()}
-    gradients = {key: refcache.full_tensor(p.grad) for key, p in model.named_parameters() if p.grad is not None}
-    return torch.cat([y for i in sorted(found) for y in found[i]]), gradients
+    gradients = [refcache.full_tensor(p.grad).flatten() for p in model.parameters() if p.grad is not None]
+    return flat([found[i] for i in sorted(found)]), torch.cat(gradients)
 
 
-def in_two(*args):
-    dist.init_process_group()
+@refcache.process_group()
+def split(*args):
     return logps_and_gradients(args[0], True, *args[1:])
 
 
-@pytest.mark.parametrize("name, checkpointing", [
-    ("llama", False), ("llama-tied", True), ("gemma2-softcaps", False), ("glm4-moe-buffer", False), ("mamba", False)])
-def test_log_probs_and_gradients_of_split_models_are_those_of_whole_ones(name, checkpointing):
-    logps, gradients = logps_and_gradients(name)
-    theirs, sums = in_processes(2, in_two, name, checkpointing)
+@pytest.mark.parametrize("name", ["llama-tied", "glm4-moe-buffer", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2-softcaps", "mamba"))])
+def test_log_probs_and_gradients_of_split_models_are_those_of_whole_ones(name):
+    logps, gradients = logps_and_gradients(name, False)
+    theirs, sums = in_processes(2, split, name)
     assert torch.allclose(logps, theirs, atol=2e-6)
-    assert gradients.keys() == sums.keys()
-    largest = max(g.abs().max() for g in gradients.values())
-    assert all((g - sums[key]).abs().max() < 2e-6 * largest for key, g in gradients.items())
+    assert (gradients - sums).abs().max() < 2e-6 * gradients.abs().max()
 
 
 def test_bfloat16_log_probs_of_split_models_are_the_same():
-    logps, gradients = logps_and_gradients("llama-tied", dtype="bfloat16")
-    exact, _ = logps_and_gradients("llama-tied")
-    theirs, sums = in_processes(2, in_two, "llama-tied", False, "bfloat16")
+    exact, _ = logps_and_gradients("llama-tied", False)
+    (logps, gradients), (theirs, sums) = (in_processes(n, split, "llama-tied", "bfloat16") for n in (1, 2))
     assert (logps - theirs).abs().mean() < 0.2 * (logps - exact).abs().mean()
-    assert all((g - sums[key]).norm() < 0.02 * g.norm() for key, g in gradients.items())
+    assert gradients.dtype == sums.dtype == torch.float32
+    assert (gradients - sums).norm() < 0.02 * gradients.norm()
 
 
 def test_a_swap_of_split_weights_restores_every_bit_and_gathers_nothing():
+    @refcache.process_group()
     def swap():
-        dist.init_process_group()
         policy = make("llama-tied")
         reference = make("llama-tied", seed=1)
         for model in (policy, reference):
-            refcache.shard(model, dist.init_device_mesh("cpu", (2,)))
+            refcache.shard(model, "cpu")
         before = [refcache.local(p).clone() for p in policy.parameters()]
         own = Swap(policy, reference)
         with own as model, torch.no_grad():
             scored = completion_logprobs(model, GROUPS)
         restored = all(map(torch.equal, map(refcache.local, policy.parameters()), before))
         size = sum(refcache.local(tensor).numel() for tensor in own.state_dict().values())
-        return sum(scored, []), refcache.all_gather((restored, size))
+        return flat(scored), refcache.all_gather((restored, size))
 
     scored, told = in_processes(2, swap)
     reference = make("llama-tied", seed=1)
     with torch.no_grad():
-        expected = sum(completion_logprobs(reference, GROUPS), [])
-    assert torch.allclose(torch.cat(scored), torch.cat(expected), atol=2e-6)
+        assert torch.allclose(scored, flat(completion_logprobs(reference, GROUPS)), atol=2e-6)
     assert all(restored and size < 0.6 * reference.num_parameters() for restored, size in told)
 
 
@@ -243,8 +246,9 @@ def test_micro_batches_of_processes_are_equally_many_and_full_and_hold_everythin
         for rows in (1, 2, 7, 64):
             groups = [((1,) * n, [(2,) * int(rng.integers(1, 60))]) for n in rng.integers(1, 200, rows)]
             shares = [micro_batches(model, groups, 600, rank, ranks) for rank in range(ranks)]
-            batches = [batch for share in shares for batch in share]
+            batches = [indices for share in shares for indices, counts in share if counts]
             assert len({len(share) for share in shares}) == 1
+            assert all(indices for share in shares for indices, _ in share), "FSDP needs equally many forwards"
             assert sorted(i for batch in batches for i in batch) == list(range(rows))
             loads = [sum(len(groups[i][0]) + len(groups[i][1][0]) for i in batch) for batch in batches]
             assert max(loads) <= 600
@@ -277,7 +281,7 @@ def run_until(step, main, args):
 
 
 @pytest.mark.parametrize("processes", [(2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", slow_but({"dpo-sync", "rloo"}))
+@pytest.mark.parametrize("name", slow_but({"dpo-sync", "dpo-bfloat16"}))
 def test_runs_resume_with_any_number_of_processes(name, processes):
     script, args = flags_of(name, save_every=1)
     main = SCRIPTS[script].main
@@ -285,20 +289,20 @@ def test_runs_resume_with_any_number_of_processes(name, processes):
         assert in_processes(processes[step - 1], run_until, step, main, args) == step
         shards = {path.name[:11] for path in Path(args.out).glob(f"resume-{step}/shard-*")}
         assert len(shards) == processes[step - 1]
-    history = in_processes(2, main, args)
+    history = without_speed(in_processes(2, main, args))
     weights = weights_of(f"{args.out}/model")
-    assert_same(whole(name, 1), (history, weights))
+    if name != "dpo-bfloat16":
+        assert_same(whole(name, 1), (history, weights))
     if processes[1] == 2:
-        expected = whole(name, 2)
-        assert history == expected[0]
-        assert all(torch.equal(tensor, expected[1][key]) for key, tensor in weights.items())
+        assert history == whole(name, 2)[0] and equal(weights, whole(name, 2)[1])
 
 
 def test_different_cache_files_are_refused(tmp_path):
+    @refcache.process_group()
     def fill():
-        dist.init_process_group()
         cache = ReferenceCache()
-        prompt, y = ((8, 3), (77, 21, 4, 96)) if refcache.processes()[0] else ((8, 3, 71, 14), (9, 9))  # equally many
+        prompt, completions = GROUPS[refcache.processes()[0]]
+        y = completions[0]  # equally many
         cache.table[refcache.bytes_of(prompt)] = {refcache.bytes_of(y): bytes(4 * len(y))}
         cache.fill(lambda: make("llama"), GROUPS, path=tmp_path / "c.pkl")
 

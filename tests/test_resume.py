@@ -1,4 +1,5 @@
 """Runs that are killed: the same command resumes, and gives the same bits as a run that was never interrupted."""
+import gc
 import json
 import multiprocessing
 import os
@@ -14,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import build
-from runs import FOLDER, SCRIPTS, TINY, TOKENIZER, arguments, data, needs_peft, save, tiny
+from models import build, equal
+from runs import EACH, FOLDER, SCRIPTS, TINY, TOKENIZER, arguments, data, needs_peft, save, tiny, without_speed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
@@ -77,14 +78,14 @@ def start(name, out, **changes):
 def whole(name):
     """The folder of a run that was not interrupted."""
     out = Path(FOLDER.name) / f"whole-{name}"
-    start(name, out)
+    finish(name, out)
     return out
 
 
 def results(out):
-    """The bytes of the files of a finished run."""
-    files = [out / "metrics.jsonl", out / "samples.jsonl", *sorted((out / "model").iterdir())]
-    return {path.name: path.read_bytes() for path in files}
+    """The bytes of the files of a finished run, and its metrics."""
+    files = {path.name: path.read_bytes() for path in (out / "samples.jsonl", *(out / "model").iterdir())}
+    return files | {"metrics": without_speed(map(json.loads, open(out / "metrics.jsonl")))}
 
 
 def other_files(out):
@@ -94,10 +95,10 @@ def other_files(out):
 
 def assert_same_as_whole(name, out):
     """Gives the same command again: its results are those of an uninterrupted run, and nothing else lies around."""
-    history = start(name, out)
-    assert [values["step"] for values in history] == list(range(STEPS + 1))
-    expected = results(whole(name))
-    assert [file for file, content in results(out).items() if content != expected.get(file)] == []
+    finish(name, out)
+    expected, ours = results(whole(name)), results(out)
+    assert [values["step"] for values in ours["metrics"]] == list(range(STEPS + 1))
+    assert [file for file, content in ours.items() if content != expected.get(file)] == []
     assert other_files(out) == other_files(whole(name))
 
 
@@ -132,7 +133,8 @@ def live(args, script, die_at, sleep, report):
 
 
 def start_process(name, out, die_at=None, sleep=0.0, **changes):
-    """A fork, with everything imported. That is safe while there are no threads and no GPU."""
+    """A fork, with everything imported. That is safe while there are no threads and no GPU: training in bfloat16, which
+    starts threads, happens only in forks here."""
     assert torch.get_num_threads() == 1 and not torch.cuda.is_available(), "set OMP_NUM_THREADS=1"
     context = multiprocessing.get_context("fork")
     end, report = context.Pipe()
@@ -149,14 +151,21 @@ def kill(name, out, die_at, **changes):
     assert process.exitcode == -signal.SIGKILL
 
 
-@cache
-def count_events(name):
-    process, end = start_process(name, Path(FOLDER.name) / f"events-{name}")
+def finish(name, out):
+    """A run to its end. Returns the number of its events."""
+    process, end = start_process(name, out)
     process.join(120)
+    assert process.exitcode == 0
     return end.recv()
 
 
-@pytest.mark.parametrize("name", ["dpo", "dpo-swap", pytest.param("dpo-humanline-lora", marks=needs_peft), "rloo"])
+@cache
+def count_events(name):
+    return finish(name, Path(FOLDER.name) / f"events-{name}")
+
+
+@pytest.mark.parametrize("name", [
+    "dpo-bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "dpo-swap", "rloo"))])
 def test_resume_after_kills_at_random_events_is_bitwise_equal(name, tmp_path):
     rng = random.Random(name)
     for _ in range(2):
@@ -170,8 +179,7 @@ def test_resume_after_a_kill_in_every_step_is_bitwise_equal(tmp_path):
     assert_same_as_whole("dpo-sync", tmp_path)
 
 
-@pytest.mark.parametrize("die_at", [
-    "append 4", "fsync 2", "replace 2", "rmtree 3", "rmtree 6", "replace 4"])
+@pytest.mark.parametrize("die_at", ["fsync 2", "replace 2", "rmtree 3", "replace 5"])
 def test_resume_after_a_kill_while_a_checkpoint_or_the_model_is_written_is_bitwise_equal(die_at, tmp_path):
     kill("dpo-swap", tmp_path, die_at)
     assert not (tmp_path / "model").exists()
@@ -262,7 +270,7 @@ def test_shards_of_a_killed_save_do_not_reach_a_later_save_with_fewer_processes(
         zeros = {key: torch.zeros_like(tensor) for key, tensor in load_file(file).items()}
         with safe_open(file, "pt") as opened:
             save_file(zeros, stale / "shard-00002-model-00001-of-00001.safetensors", opened.metadata())
-    kill("dpo", out, "replace 2")  # the checkpoint of the last step is complete, the model is not
+    kill("dpo", out, "replace 3")  # the checkpoint of the last step is complete, the model is not
     assert newest(out) == stale
     assert_same_as_whole("dpo", out)
 
@@ -281,9 +289,7 @@ def test_a_weight_that_never_has_a_gradient_resumes(tmp_path, monkeypatch):
     start("dpo-sync", tmp_path)
     weights = load_file(tmp_path / "model/model.safetensors")
     assert weights.pop("unused").tolist() == [1, 1, 1]
-    expected = load_file(whole("dpo-sync") / "model/model.safetensors")
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights.items())
+    assert equal(weights, load_file(whole("dpo-sync") / "model/model.safetensors"))
 
 
 def test_a_run_that_resumes_inside_a_window_scores_the_whole_window_together(tmp_path, monkeypatch):
@@ -301,33 +307,35 @@ def test_a_run_that_resumes_inside_a_window_scores_the_whole_window_together(tmp
     assert scored[0] == STEPS * 3
 
 
-def test_a_resumed_run_says_after_which_step(tmp_path, capsys):
-    start("dpo", copy_of("dpo", tmp_path))
-    assert f"resumes after step {STEPS - 1}" in capsys.readouterr().out
-
-
 # ---- Which command resumes a run -------------------------------------
 
 @pytest.mark.parametrize("name, changes", [
-    ("dpo", dict(tokens_per_forward=100)), ("dpo", dict(gradient_checkpointing=True)), ("dpo", dict(save_every=7)),
-    ("dpo", dict(model_every=1)), ("rloo", dict(rollout_tokens=50)), ("rloo", dict(tokens_per_forward=100)),
-], ids=lambda value: next(iter(value)) if isinstance(value, dict) else value)
+    ("dpo", dict(tokens_per_forward=100, gradient_checkpointing=True, save_every=7, model_every=1)),
+    ("rloo", dict(rollout_tokens=50, tokens_per_forward=100))], ids=["dpo", "rloo"])
 def test_flags_of_memory_and_files_may_change(name, changes, tmp_path):
-    out = copy_of(name, tmp_path)
-    history = start(name, out, **changes)
-    expected = start(name, tmp_path / "other", save_every=9)
+    history = without_speed(start(name, copy_of(name, tmp_path), **changes))
+    expected = results(whole(name))["metrics"]
     assert len(history) == STEPS + 1
     for values, others in zip(history, expected):
         assert values == pytest.approx(others, abs=1e-4)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+def test_how_often_and_how_much_is_evaluated_may_change(tmp_path):
+    out = copy_of("dpo", tmp_path)
+    start("dpo", out, eval_every=1, samples=1)
+    files = results(out)
+    expected = results(whole("dpo"))
+    assert files["model.safetensors"] == expected["model.safetensors"]
+    assert len(files["samples.jsonl"].splitlines()) == len(expected["samples.jsonl"].splitlines()) - 1
+
+
+@EACH
 def test_every_other_flag_is_part_of_a_run(script):
     """A new flag must not be forgotten: it changes the result, or it is named here."""
     args = arguments(script)
-    may_change = {"out", "ref_cache", "save_every", "model_every", "wandb", "tokens_per_forward", "rollout_tokens",
-                  "gradient_checkpointing"}
-    described = SCRIPTS[script].describe_run([], "", args)
+    may_change = {"out", "ref_cache", "save_every", "model_every", "eval_every", "samples", "wandb",
+                  "tokens_per_forward", "rollout_tokens", "gradient_checkpointing"}
+    described = SCRIPTS[script].describe_run([], [], [], args)
     assert vars(args).keys() - described.keys() == may_change & vars(args).keys()
 
 
@@ -343,20 +351,54 @@ def test_the_out_of_another_run_is_refused_and_untouched(name, changes, tmp_path
     assert before == {path: path.read_bytes() for path in out.glob("*.jsonl")}
 
 
-def test_other_rows_and_other_weights_under_the_same_name_are_refused(tmp_path):
-    rows = Path(data("dpo")[0]).read_text().splitlines(keepends=True)
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(rows))
-    model = shutil.copytree(tiny(), tmp_path / "model")
-    flags = dict(model=str(model), data=str(file), ref="swap")
-    kill("dpo", tmp_path / "out", "learning_rate 3", **flags)
-    file.write_text("".join(rows[1::-1] + rows[2:]))
-    with pytest.raises(BadInput, match="rows"):
-        start("dpo", tmp_path / "out", **flags)
-    file.write_text("".join(rows))
-    shutil.copytree(tiny(1), model, dirs_exist_ok=True)
-    with pytest.raises(BadInput, match="model"):
-        start("dpo", tmp_path / "out", **flags)
+def own_copies(folder, name):
+    """Flags that name files and models in this folder, and of each file: what is edited in it, and in which words the
+    change is refused."""
+    train, held_out = map(Path, data(RUNS[name][0]))
+    files = {flag: Path(shutil.copy(file, folder)) for flag, file in (("data", train), ("eval_data", held_out))}
+    function = folder / "function.py"
+    function.write_text("def rate(completions, **columns):\n    return [float(len(str(y))) for y in completions]\n")
+    models = {flag: shutil.copytree(tiny(), folder / flag) for flag in ("model", "ref_model")}
+    flags = {name: str(path) for name, path in {**files, **models}.items()}
+    flags |= dict(reward=(f"{function}:rate",)) if name == "rloo" else dict(score=f"{function}:rate")
+    edits = {}
+    for file in files.values():
+        first, second, *others = file.read_text().splitlines(True)
+        edits[file] = "".join([second, first, *others])
+    edits |= {function: function.read_text().replace("return", "return 2 *")}
+    words = dict(zip(edits, ("other rows", "held-out rows", "functions")))
+    for model in models.values():
+        edits[model / "model.safetensors"] = Path(tiny(1), "model.safetensors").read_bytes()
+        words[model / "model.safetensors"] = "weights"
+    return flags, edits, words
+
+
+@pytest.mark.parametrize("name", [pytest.param("kto-lora", marks=needs_peft), "rloo"])
+def test_other_rows_weights_and_functions_under_the_same_names_are_refused(name, tmp_path):
+    flags, edits, words = own_copies(tmp_path, name)
+    kill(name, tmp_path / "out", "append 5", **flags)
+    for file, edited in edits.items():
+        before = file.read_bytes()
+        file.write_bytes(edited if isinstance(edited, bytes) else edited.encode())
+        with pytest.raises(BadInput, match=f"{words[file]}.*--out"):
+            start(name, tmp_path / "out", **flags)
+        gc.collect()  # frees the lock, which the traceback holds
+        file.write_bytes(before)
+    assert len(start(name, tmp_path / "out", **flags)) == STEPS + 1
+
+
+def test_an_edited_script_resumes_and_says_that_it_has_changed(tmp_path, capsys, monkeypatch):
+    """A line that prints must not cost the run, but other numbers must not come unnoticed."""
+    for edited in (False, True):
+        out = copy_of("dpo", tmp_path / str(edited))
+        if edited:
+            script = tmp_path / "dpo.py"
+            script.write_text(Path(dpo.__file__).read_text() + "# edited")
+            monkeypatch.setattr(dpo, "__file__", str(script))
+        start("dpo", out)
+        printed = capsys.readouterr().out
+        assert f"resumes after step {STEPS - 1}" in printed
+        assert ("dpo.py has changed since" in printed) == edited and "refcache.py has" not in printed
 
 
 def test_the_out_of_a_finished_run_is_refused_and_untouched():
@@ -369,8 +411,8 @@ def test_the_out_of_a_finished_run_is_refused_and_untouched():
 
 def test_the_out_of_a_running_run_is_refused_at_once_and_by_name(tmp_path):
     process, _ = start_process("dpo-swap", tmp_path / "busy", sleep=30.0)
-    while not (tmp_path / "busy/metrics.jsonl").exists():
-        time.sleep(0.02)
+    while not (tmp_path / "busy/.lock").exists():
+        time.sleep(0.1)
     began = time.monotonic()
     try:
         with pytest.raises(BadInput, match="busy"):

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import build
-from runs import ROOT, SCRIPTS, TINY, TOKENIZER, arguments, data, save, tiny
+from models import build, logp
+from runs import EACH, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, data, save, tiny, without_speed
 from safetensors.torch import load_file
 from torch import tensor
 from transformers import (AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification,
@@ -35,6 +35,9 @@ def silent(completions, **columns):
 
 def short(**columns):
     return [1.0]
+
+def infinite(completions, **columns):
+    return [1.0, float("-inf")] + [0.0] * (len(completions) - 2)
 
 def raises(completions, **columns):
     return [1 / 0 for _ in completions]
@@ -71,11 +74,11 @@ def flags(rewards):
 
 
 @pytest.fixture(scope="module")
-def run(flags):
-    """run(**changes) -> metrics, weights and samples of its steps. Tests share runs with the same changes."""
+def rolled(flags):
+    """rolled(**changes) -> metrics, weights and samples of a run. Tests share runs with the same changes."""
     known = {}
 
-    def run(**changes):
+    def rolled(**changes):
         key = repr(sorted(changes.items()))
         if key not in known:
             args = arguments("rloo", **flags | changes)
@@ -88,13 +91,13 @@ def run(flags):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(rloo, "check_sampler", lambda *inputs: None)
                 patch.setattr(rloo, "rollout", spy)
-                history = main(args)
+                history = without_speed(main(args))
             steps = [samples for samples in drawn if len(samples.groups[0][1]) > 1]
             out = Path(args.out)
             weights = load_file(out / "model/model.safetensors") if args.steps else {}
             known[key] = SimpleNamespace(history=history, weights=weights, drawn=drawn, steps=steps, out=out)
         return known[key]
-    return run
+    return rolled
 
 
 def largest_difference(one, other):
@@ -115,10 +118,11 @@ def test_policy_loss_and_its_gradient_by_hand_also_of_a_ratio_beyond_the_largest
     ratios = tensor([1.0, 1.0, 1.0, 1.5, 1.5, 0.5, 0.5, 1.1, math.exp(100), math.exp(100)], dtype=torch.float64)
     advantages = tensor([1.5, -2.0, 0.0, 2.0, -2.0, 2.0, -2.0, 2.0, 1.0, 0.0])
     logps = ratios.log().float().requires_grad_()
-    losses = policy_loss(logps, torch.zeros(10), advantages, 0.2)
+    losses, is_clipped = policy_loss(logps, torch.zeros(10), advantages, 0.2)
     assert losses.tolist() == pytest.approx([-1.5, 2, 0, -2.4, 3, -1, 1.6, -2.2, -1.2, 0], abs=1e-4)
     losses.sum().backward()
     assert logps.grad.tolist() == pytest.approx([-1.5, 2, 0, 0, 3, -1, 0, -2.2, 0, 0], abs=1e-4)
+    assert is_clipped.nonzero().flatten().tolist() == [3, 6, 8]  # where no gradient passes, but for advantage 0
 
 
 # ---- Rewards ---------------------------------------------------------
@@ -174,8 +178,9 @@ def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_no_row():
     assert seen["completions"][1] == [{"role": "assistant", "content": " tea"}]
 
 
-@pytest.mark.parametrize("name, words", [("silent", "return"), ("forgets", "return"), ("short", "short.* 3 ")])
-def test_a_reward_that_returns_too_little_is_refused(flags, rewards, name, words):
+@pytest.mark.parametrize("name, words", [("silent", "return"), ("forgets", "return"), ("short", "short.* 3 "),
+                                         ("infinite", "infinite gave an infinite reward")])
+def test_a_reward_that_returns_too_little_or_infinity_is_refused(flags, rewards, name, words):
     with pytest.raises(BadInput, match=words):
         main(arguments("rloo", **flags | dict(reward=(rewards(name),))))
 
@@ -186,9 +191,9 @@ def test_a_reward_that_raises_shows_its_own_line(flags, rewards):
     assert str(error.traceback[-1].path).endswith("rewards_of_test_rloo.py")
 
 
-def test_constant_rewards_give_a_gradient_of_exactly_0_and_adam_changes_nothing(run, rewards):
+def test_constant_rewards_give_a_gradient_of_exactly_0_and_adam_changes_nothing(rolled, rewards):
     """Policy and reference sum the same numbers in the same order: Adam would make a whole step of their rounding."""
-    still = run(reward=(rewards("constant"),), beta=0.05, tokens_per_forward=200)
+    still = rolled(reward=(rewards("constant"),), beta=0.05, tokens_per_forward=200)
     assert [values["grad_norm"] for values in still.history[1:]] == [0, 0]
     assert [values["kl"] for values in still.history[1:]] == [0, 0]
     assert largest_difference(still.weights, load_file(f"{MODEL}/model.safetensors")) == 0
@@ -198,13 +203,12 @@ def test_two_files_of_rewards_may_have_one_name(tmp_path):
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         write(tmp_path / name / "same.py", [f"def f(): return '{name}'"])
-    assert [load_function(f"{tmp_path}/{name}/same.py:f")() for name in ("one", "two")] == ["one", "two"]
+        assert load_function(f"{tmp_path}/{name}/same.py:f")() == name
 
 
 @pytest.mark.parametrize("changes, words", [
     (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 2.0)), "--reward_weights"),
-    (dict(reward=("vowels", "vowels")), "one name.*vowels"), (dict(ref="Live"), "--ref"),
-    (dict(max_new_tokens=256), "--max_new_tokens|--max_length|no rows")])
+    (dict(reward=("vowels", "vowels")), "one name.*vowels"), (dict(max_new_tokens=256), "--max_new_tokens")])
 def test_misuse_is_refused(flags, rewards, changes, words):
     if changes.get("reward"):
         changes = dict(reward=tuple(map(rewards, changes["reward"])))
@@ -243,15 +247,15 @@ def test_a_reward_model_gives_the_scores_of_one_forward_per_text(tmp_path, pad):
         assert reward_model(path, budget)(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
 
 
-def test_a_reward_model_adds_to_the_functions_with_its_weight(run, tmp_path):
+def test_a_reward_model_adds_to_the_functions_with_its_weight(rolled, tmp_path):
     path = classifier(tmp_path / "judge")
-    for values in run(reward_model=path, reward_weights=(1.0, 0.5), steps=1).history[1:]:
+    for values in rolled(reward_model=path, reward_weights=(1.0, 0.5), steps=1).history[1:]:
         expected = values["rewards/vowels"] + 0.5 * values["rewards/judge"]
         assert values["reward"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("string", [True, False])
-def test_a_reward_model_sees_what_was_sampled_without_an_end_that_was_cut_off(run, tmp_path, monkeypatch, string):
+def test_a_reward_model_sees_what_was_sampled_without_an_end_that_was_cut_off(rolled, tmp_path, monkeypatch, string):
     prompt = "How was the soup at the harbour?"
     file = write(tmp_path / "rows.jsonl", [dict(prompt=prompt if string else chat(prompt))] * 4)
     judge = classifier(tmp_path / "judge")
@@ -263,12 +267,25 @@ def test_a_reward_model_sees_what_was_sampled_without_an_end_that_was_cut_off(ru
         return original(self, input_ids, attention_mask)
 
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", forward)
-    one = run(data=file, eval_data=file, reward=(), reward_model=judge, steps=1, max_new_tokens=10)
+    one = rolled(data=file, eval_data=file, reward=(), reward_model=judge, steps=1, max_new_tokens=10)
     ended = torch.cat([samples.ended.flatten() for samples in one.drawn])
     assert 0 < ended.sum() < len(ended)
     sampled = [TOKENIZER.decode(x + y) for samples in one.drawn for x, ys in samples.groups for y in ys]
     assert sorted(seen) == sorted(sampled)
     assert type(read(one.out / "samples.jsonl")[0]["prompt"]) is (str if string else list)
+
+
+@pytest.mark.parametrize("said", ["end", "The end. "])
+def test_a_sample_that_was_cut_off_is_scored_as_it_was_sampled(tmp_path, said):
+    """Also if its words stand in the prompt or in the template's ending, and if the template trims answers."""
+    path = classifier(tmp_path / "judge")
+    judge = reward_model(path)
+    judge.tokenizer.chat_template = judge.tokenizer.chat_template.replace("message.content", "message.content | trim")
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    sampled = [f"<|user|>Which end?<|end|><|assistant|>{text}" for text in (said, said.strip() + "<|end|>")]
+    truth = [model(tensor([TOKENIZER(text, add_special_tokens=False).input_ids])).logits.item() for text in sampled]
+    scores = judge([chat("Which end?")] * 2, [chat(said, "assistant")] * 2, [False, True])
+    assert scores == pytest.approx(truth, abs=1e-5)
 
 
 def test_models_with_random_heads_or_two_outputs_are_refused(flags, tmp_path):
@@ -285,29 +302,23 @@ def test_models_with_random_heads_or_two_outputs_are_refused(flags, tmp_path):
 
 # ---- Training --------------------------------------------------------
 
-def test_learns_to_write_more_vowels(run):
-    history = run(steps=6, k=8, beta=0.01, max_new_tokens=8, lr=3e-3, warmup=0.0, schedule="constant").history
+@pytest.mark.slow
+def test_learns_to_write_more_vowels(rolled):
+    history = rolled(steps=6, k=8, beta=0.01, max_new_tokens=8, lr=3e-3, warmup=0.0, schedule="constant").history
     assert history[6]["reward"] > 1.25 * history[1]["reward"]
-
-
-def sequence_logp(model, prompt, y, temperature=1.0):
-    """The slow way: one forward per sequence."""
-    ids = tensor([prompt + y])
-    logps = (model(ids).logits[0, :-1] / temperature).log_softmax(-1)
-    return logps.gather(1, ids[0, 1:, None])[len(prompt) - 1:].sum()
 
 
 @pytest.mark.parametrize("changes", [
     dict(updates_per_rollout=2, temperature=0.8, reward_clip=(0.9, 1.2), mask_truncated=True), dict()], ids=str)
-def test_training_equals_a_slow_loop_of_two_models(run, changes):
-    one = run(**changes)
+def test_training_equals_a_slow_loop_of_two_models(rolled, changes):
+    one = rolled(**changes)
     args = replace(Args(lr=1e-3), **changes)
     policy, reference = (AutoModelForCausalLM.from_pretrained(MODEL) for _ in range(2))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step, samples in enumerate(one.steps, 1):
         optimizer.param_groups[0]["lr"] = learning_rate(step, 2, args)
         with torch.no_grad():
-            old, ref = ([[sequence_logp(model, x, y, args.temperature) for y in ys] for x, ys in samples.groups]
+            old, ref = ([[logp(model, x, y, args.temperature).sum() for y in ys] for x, ys in samples.groups]
                         for model in (policy, reference))
         for _ in range(args.updates_per_rollout):
             loss = 0
@@ -319,7 +330,7 @@ def test_training_equals_a_slow_loop_of_two_models(run, changes):
                         reward = vowels(TOKENIZER.decode(y, skip_special_tokens=True))
                         total[i] = min(max(reward, low), high) - args.beta * (old[b][i] - ref[b][i])
                 for i in total if len(total) > 1 else ():
-                    ratio = (sequence_logp(policy, prompt, ys[i], args.temperature) - old[b][i]).exp()
+                    ratio = (logp(policy, prompt, ys[i], args.temperature).sum() - old[b][i]).exp()
                     advantage = total[i] - sum(total[j] for j in total if j != i) / (len(total) - 1)
                     loss = loss - torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / 16
             optimizer.zero_grad()
@@ -336,31 +347,31 @@ def test_training_equals_a_slow_loop_of_two_models(run, changes):
     assert gaps.topk(20).values[-1] < 1e-4
 
 
-def test_memory_flags_change_no_sample_and_no_result(run):
-    one = run()
-    other = run(tokens_per_forward=60, gradient_checkpointing=True, rollout_tokens=1)
+def test_memory_flags_change_no_sample_and_no_result(rolled):
+    one = rolled()
+    other = rolled(tokens_per_forward=60, gradient_checkpointing=True, rollout_tokens=1)
     assert [samples.groups for samples in one.steps] == [samples.groups for samples in other.steps]
     for values, others in zip(one.history, other.history):
         assert values == pytest.approx(others, abs=1e-4)
     assert largest_difference(one.weights, other.weights) < 2e-5
 
 
-def test_beta_0_needs_no_reference(run):
-    assert "kl" not in run(beta=0.0, sync_reference=1).history[2]
+def test_beta_0_needs_no_reference(rolled):
+    assert "kl" not in rolled(beta=0.0, sync_reference=1).history[2]
 
 
-def test_the_reference_follows_after_the_update_of_a_step(run):
-    still, moved = run().history, run(sync_reference=1).history
+def test_the_reference_follows_after_the_update_of_a_step(rolled):
+    still, moved = rolled().history, rolled(sync_reference=1).history
     assert moved[1]["kl"] == still[1]["kl"]
     assert abs(moved[2]["kl"]) < 1e-5 < 1e-3 < abs(still[2]["kl"])
 
 
 # ---- Samples and files -----------------------------------------------
 
-def test_metrics_by_hand_and_what_the_files_hold(run):
-    one = run(steps=3, eval_every=2, reward_clip=(-1.0, 0.4))
+def test_metrics_by_hand_and_what_the_files_hold(rolled):
+    one = rolled(steps=3, eval_every=2, reward_clip=(-1.0, 0.4))
     samples = read(one.out / "samples.jsonl")
-    assert read(one.out / "metrics.jsonl") == one.history
+    assert without_speed(read(one.out / "metrics.jsonl")) == one.history
     assert ["eval_reward" in values for values in one.history] == [True, False, True, True]
     assert sum(line["held_out"] for line in samples) == 3 * 3
     rows = read(data("rloo")[0])
@@ -373,7 +384,7 @@ def test_metrics_by_hand_and_what_the_files_hold(run):
         assert [(line["prompt"], line["completion"]) for line in lines] == list(zip(prompts, texts))
         assert [line["reward"] for line in lines] == pytest.approx(scores)
         expected = {
-            "reward": np.mean(scores), "reward_std": np.std(scores), "rewards/vowels": np.mean(scores),
+            "reward": np.mean(scores), "reward_std": np.std(scores, ddof=1), "rewards/vowels": np.mean(scores),
             "completions/mean_length": np.mean(lengths),
             "completions/clipped_ratio": 1 - drawn.ended.float().mean().item(),
             "entropy": drawn.entropy.sum().item() / sum(lengths),
@@ -381,17 +392,39 @@ def test_metrics_by_hand_and_what_the_files_hold(run):
         assert {name: one.history[step][name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
-def test_steps_0_only_evaluates_and_saves_no_model(run):
-    none = run(steps=0)
+def test_standard_deviations_need_two_scored_samples():
+    samples = SimpleNamespace(mask=torch.ones(4, 2, 3), ended=torch.ones(4, 2), entropy=torch.ones(4, 2))
+    values = rloo.metrics(samples, tensor([[1.0, NAN], [2.0, 2.0], [NAN, NAN], [1.0, 3.0]]))
+    assert values["frac_reward_zero_std"] == 0.25
+    assert values["reward_std"] == pytest.approx(np.std([1, 2, 2, 1, 3], ddof=1))
+    assert rloo.metrics(samples, tensor([[2.0]]))["reward_std"] == 0
+
+
+def test_metrics_show_how_far_the_sampler_is_from_training(flags, monkeypatch):
+    def another_sampler(*inputs):
+        samples = rollout(*inputs)
+        samples.logps[0, 0, 0] += 0.5
+        return samples
+
+    monkeypatch.setattr(rloo, "check_sampler", lambda *inputs: None)
+    monkeypatch.setattr(rloo, "rollout", another_sampler)
+    values = main(arguments("rloo", **flags | dict(steps=1, updates_per_rollout=2)))[1]
+    n_tokens = values["completions/mean_length"] * 16
+    assert values["sampling/sampling_logp_difference/max"] == pytest.approx(0.5, abs=1e-4)
+    assert values["sampling/sampling_logp_difference/mean"] == pytest.approx(0.5 / n_tokens, abs=1e-5)
+
+
+def test_steps_0_only_evaluates_and_saves_no_model(rolled):
+    none = rolled(steps=0)
     assert [values["step"] for values in none.history] == [0]
     assert none.history[0].keys() >= {"eval_reward", "eval_kl"}
     assert not (none.out / "model").exists()
 
 
-def test_a_prompt_without_room_for_its_sample_is_dropped_and_counted(run, tmp_path, capsys):
+def test_a_prompt_without_room_for_its_sample_is_dropped_and_counted(rolled, tmp_path, capsys):
     prompts = ["soup", "tea", "soup " * 190, "soup " * 230]
     file = write(tmp_path / "long.jsonl", [dict(prompt=chat(prompt)) for prompt in prompts])
-    groups = run(data=file, max_length=999, max_new_tokens=40, steps=1, temperature=9.0).steps[0].groups
+    groups = rolled(data=file, max_length=999, max_new_tokens=40, steps=1, temperature=9.0).steps[0].groups
     assert "3 of 4 rows" in capsys.readouterr().out
     assert 180 < max(len(prompt) for prompt, _ in groups) <= 216
 
@@ -403,18 +436,18 @@ def model_that_generates(name, **settings):
     return save(model, name)
 
 
-def test_a_list_of_ends_stops_samples_and_other_generation_settings_change_none(run):
-    plain = run(model=tiny(), max_new_tokens=12)
+def test_a_list_of_ends_stops_samples_and_other_generation_settings_change_none(rolled):
+    plain = rolled(model=tiny(), max_new_tokens=12)
     ends = list(range(3, len(TOKENIZER), 4))
-    stopped = run(model=model_that_generates("ends", eos_token_id=ends))
-    other = run(model=model_that_generates("other", repetition_penalty=9.0, top_k=2, do_sample=True))
+    stopped = rolled(model=model_that_generates("ends", eos_token_id=ends))
+    other = rolled(model=model_that_generates("other", repetition_penalty=9.0, top_k=2, do_sample=True))
     assert other.steps[0].groups == plain.steps[0].groups
     for _, ys in stopped.steps[0].groups:
         assert all(token not in ends for y in ys for token in y[:-1])
         assert all(len(y) == 12 or y[-1] in ends for y in ys)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@EACH
 def test_what_follows_the_end_of_a_sample_is_not_decoded(script, tmp_path, monkeypatch):
     """Padding is token 0, which is "!" in GPT-2's vocabulary."""
     model = shutil.copytree(tiny(), tmp_path / "model")
@@ -432,15 +465,3 @@ def test_what_follows_the_end_of_a_sample_is_not_decoded(script, tmp_path, monke
     lines = read(Path(args.out) / "samples.jsonl")
     assert len(lines) >= 6
     assert not [line for line in lines if "!!" in str(line["completion"])]
-
-
-def test_a_sampler_that_disagrees_with_training_is_refused_at_once(flags, monkeypatch):
-    original = rloo.draw
-
-    def draw(logits, *more):
-        return original(logits * 1.1, *more)
-
-    monkeypatch.setattr(rloo, "draw", draw)
-    monkeypatch.setattr(rloo, "evaluate", None)
-    with pytest.raises(BadInput, match="nats"):
-        main(arguments("rloo", **flags | dict(steps=0, dtype="bfloat16")))

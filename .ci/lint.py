@@ -1,0 +1,37 @@
+"""Checks texts, not behaviour: sizes in characters, lines of at most 120 characters, where main() ends, unused imports."""
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {"dpo.py": 45_000, "kto.py": 46_500, "rloo.py": 55_500, "refcache.py": 43_000, "tests/*.py": 220_000,
+         "benchmarks/*.py": 80_000, "changes/*.patch": 45_000}
+MAIN_ENDS = {"dpo.py": 370, "kto.py": 370, "rloo.py": 420}  # lines: the algorithm comes first, the plumbing last
+
+
+def unused_imports(tree: ast.Module) -> set[str]:
+    nodes = list(ast.walk(tree))
+    imports = [alias for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
+    names = {(alias.asname or alias.name).split(".")[0] for alias in imports}
+    return names - {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+faults = []
+for pattern, limit in SIZES.items():
+    size = sum(len(file.read_text()) for file in ROOT.glob(pattern))
+    print(f"{pattern:16} {size:7,} of {limit:7,} characters")
+    if size > limit:
+        faults.append(f"{pattern}: {size - limit} characters too many")
+for file in sorted(file for folder in (".", "tests", "benchmarks", ".ci", "demo") for file in (ROOT / folder).glob("*.py")):
+    name = str(file.relative_to(ROOT))
+    text = file.read_text()
+    lines = text.splitlines()
+    tree = ast.parse(text)
+    faults += [f"{name}:{n}: {len(line)} characters" for n, line in enumerate(lines, 1) if len(line) > 120]
+    allowed = {alias for line in lines if "noqa: F401" in line for alias in ("run",)}  # a fixture
+    faults += [f"{name}: {alias} is imported and not used" for alias in sorted(unused_imports(tree) - allowed)]
+    if name in MAIN_ENDS:
+        (end,) = [node.end_lineno for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+        if end > MAIN_ENDS[name]:
+            faults.append(f"{name}: main() ends in line {end}, after line {MAIN_ENDS[name]}")
+sys.exit("\n".join(faults))

@@ -1,0 +1,312 @@
+"""changes/: each patch is applied to its script, and the result runs. Loss and gradient of each batch are those of a
+plain loop over forwards of single rows."""
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from functools import cache
+from math import isnan, log, nan
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import tyro
+from models import build, gradient, logp
+from runs import ROOT, SCRIPTS, TINY, TOKENIZER, arguments, load, save, tiny, weights_of
+from slow_losses import (
+    FORMULAS, alpha_po, aot, dpo_loss, dpop, f_divergence, ld_dpo, of_pairs, orpo, plain, ppo, token_weights, tokens_of,
+    wpo)
+from torch import tensor
+
+import dpo
+import kto
+import rloo
+from refcache import BadInput
+
+PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
+SCRIPT_OF = {name: re.search(r"^--- (\w+)\.py$", patch, re.M)[1] for name, patch in PATCHES.items()}
+TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
+EACH = pytest.mark.parametrize("name", PATCHES)
+
+
+def apply(patch, text):
+    """What patch(1) does, without fuzz."""
+    lines = text.splitlines(keepends=True)
+    parts = re.split(r"^@@ -\d+(?:,\d+)? \+(\d+).*\n", patch, flags=re.M)
+    for start, hunk in zip(parts[1::2], parts[2::2]):
+        old, new = ([line[1:] for line in hunk.splitlines(keepends=True) if line[0] in signs] for signs in (" -", " +"))
+        places = [n for n in range(len(lines)) if lines[n:n + len(old)] == old]
+        assert places, f"the script has changed here: {''.join(old)}"
+        place = min(places, key=lambda n: abs(n + 1 - int(start)))
+        lines[place:place + len(old)] = new
+    return "".join(lines)
+
+
+@cache
+def changed(name):
+    script = SCRIPTS[SCRIPT_OF[name]]
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = script.__file__
+    exec(compile(apply(PATCHES[name], (ROOT / f"{script.__name__}.py").read_text()), name, "exec"), vars(module))
+    if name != "reward_model":
+        module.load_checkpoint, module.enable_shared_prompts = script.load_checkpoint, script.enable_shared_prompts
+    return module
+
+
+# ---- The patches as files --------------------------------------------
+
+@EACH
+@pytest.mark.skipif(not shutil.which("patch"), reason="needs patch(1)")
+def test_patch_applies(name, tmp_path):
+    script, patch, out = ROOT / f"{SCRIPT_OF[name]}.py", ROOT / f"changes/{name}.patch", tmp_path / "out"
+    done = subprocess.run(["patch", "--fuzz=0", script, patch, "-o", out], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert out.read_text() == apply(PATCHES[name], script.read_text())
+
+
+@EACH
+def test_patch_and_table_agree(name):
+    header, _, diff = PATCHES[name].partition("--- ")
+    assert header.count("\n") == 3 and max(map(len, header.splitlines())) <= 120
+    paper, formula, lines, command = (cell.strip() for cell in TABLE[name].split(" | "))
+    assert int(lines) == len(re.findall(r"^\+(?!\+\+ )", diff, re.M))
+    assert set(re.findall(r"\d{4}\.\d{5}", paper)) <= set(re.findall(r"\d{4}\.\d{5}", header))
+    flags = re.fullmatch(rf"`python {name}\.py ?(.*)`", command)[1]
+    tyro.cli(changed(name).Args, args=shlex.split(flags), use_underscores=True)
+
+
+def test_all_patches_are_in_both_tables_and_small():
+    assert sum(map(len, PATCHES.values())) <= 45_000
+    in_readme = re.findall(r"`(\w+)`(?: \(.*?\))? \+(\d+)", (ROOT / "README.md").read_text())
+    assert dict(in_readme) == {name: row.split(" | ")[2].strip() for name, row in TABLE.items()}
+    assert set(TABLE) == set(PATCHES)
+
+
+# ---- Loss and gradient -----------------------------------------------
+
+def watch(monkeypatch, name, slow_loss, function="run_batch"):
+    """Compares each batch that main() trains on with slow_loss, which gets the same inputs. Returns the losses."""
+    fast, losses = getattr(changed(name), function), []
+
+    def watched(model, *inputs, **options):
+        expected = slow_loss(model, *inputs) if options.get("train", True) else None
+        result = fast(model, *inputs, **options)
+        if expected is not None:
+            found = result[-1] if isinstance(result, tuple) else result
+            loss = found["loss"] if isinstance(found, dict) else found
+            parts = torch.autograd.grad(expected, list(model.parameters()))
+            slow_gradient = torch.cat([part.flatten() for part in parts])
+            assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
+            assert (gradient(model) - slow_gradient).norm() <= 1e-5 * slow_gradient.norm() + 1e-7
+            losses.append((loss, slow_gradient.norm().item()))
+        return result
+
+    monkeypatch.setattr(changed(name), function, watched)
+    return losses
+
+
+def run(name, **flags):
+    defaults = asdict(SCRIPTS[SCRIPT_OF[name]].Args())
+    given = {flag: value for flag, value in asdict(arguments(SCRIPT_OF[name])).items() if value != defaults[flag]}
+    args = changed(name).Args(**given | flags)
+    return changed(name).main(args), args
+
+
+# ---- Pairs -----------------------------------------------------------
+
+@pytest.mark.parametrize("name, formula, flags", [
+    ("orpo", orpo, {}), ("dpop", dpop, {}), ("ld_dpo", ld_dpo, {}), ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
+    ("f_divergence", f_divergence(lambda r: -1 / r), dict(divergence="forward_kl")),
+    ("f_divergence", f_divergence(lambda r: torch.log(2 * r / (1 + r))), {}),
+    ("f_divergence", f_divergence(lambda r: (1 - r ** -0.2) / 0.2), dict(divergence="alpha", alpha=0.2))])
+def test_loss_of_pairs(monkeypatch, name, formula, flags):
+    losses = watch(monkeypatch, name, of_pairs(formula, load()))
+    run(name, beta=0.3, **flags)
+    assert len(losses) == 3
+
+
+def test_each_token_has_its_weight(monkeypatch):
+    encode = changed("token_weights").encode
+
+    def weighted(*inputs):
+        for prompt, pair, columns in encode(*inputs):
+            w, l = ([t % 3 for t in range(len(y))] for y in pair)
+            yield prompt, pair, columns | {"chosen_weights": w, "rejected_weights": l}
+
+    monkeypatch.setattr(changed("token_weights"), "encode", weighted)
+    losses = watch(monkeypatch, "token_weights", of_pairs(token_weights, load()))
+    run("token_weights", beta=0.3)
+    assert len(losses) == 3
+    row = (1,), [(2,), (3, 4)], dict(chosen_weights=[1, 1])
+    monkeypatch.setattr(changed("token_weights"), "encode", lambda *_: [row])
+    with pytest.raises(BadInput, match="2 chosen_weights for 1 tokens"):
+        run("token_weights")
+
+
+@pytest.mark.parametrize("loss, tokens", [("aot", 1), ("aot_unpaired", 1), ("aot", 10_000)])
+def test_aot_compares_the_sorted_batch_under_any_micro_batching(monkeypatch, loss, tokens):
+    losses = watch(monkeypatch, "aot", aot(loss, load()))
+    run("aot", beta=0.3, loss=(loss,), tokens_per_forward=tokens)
+    assert len(losses) == 3
+
+
+def test_iterative_dpo_trains_on_the_best_and_the_worst_answer_of_the_reference(monkeypatch):
+    module, drawn, frozen = changed("iterative_dpo"), [], load()
+    generate, spec = module.generate, arguments("rloo").reward[0]
+
+    def rate(ids):
+        chats = [[{"content": text}] for text in TOKENIZER.batch_decode(ids, skip_special_tokens=True)]
+        return rloo.load_function(spec)(prompts=None, completions=chats)
+
+    def spy(policy, *inputs):
+        frozen.load_state_dict(policy.state_dict())
+        drawn.append(generate(policy, *inputs))
+        return drawn[-1]
+
+    def slow_loss(policy, rows, *_):
+        extremes = [[max(four), min(four)] for four in zip(*[iter(rate(drawn[-1]))] * 4)]
+        for row in rows:
+            assert rate([row.chosen, row.rejected]) in extremes
+            assert all(y[-1] == 3 or len(y) == 6 for y in (row.chosen, row.rejected))
+        return of_pairs(plain, frozen)(policy, rows)
+
+    monkeypatch.setattr(module, "generate", spy)
+    losses = watch(monkeypatch, "iterative_dpo", slow_loss)
+    run("iterative_dpo", beta=0.3, max_new_tokens=6, sync_reference=2, score=spec)
+    assert [abs(loss - log(2)) < 1e-5 for loss, _ in losses] == [True, False, True] and len(drawn) == 2
+
+
+def test_ema_saves_the_average():
+    steps = [weights_of(tiny())]
+    for n in (1, 2):
+        args = arguments(steps=n, schedule="constant")
+        dpo.main(args)
+        steps.append(weights_of(f"{args.out}/model"))
+    _, args = run("ema", steps=2, schedule="constant", ema=0.3)
+    for name, average in weights_of(f"{args.out}/model").items():
+        expected = 0.49 * steps[0][name] + 0.21 * steps[1][name] + 0.3 * steps[2][name]
+        assert torch.allclose(average, expected, atol=1e-6)
+
+
+def test_reward_model_learns_from_pairs_and_scores_in_rloo(monkeypatch):
+    def score(model, ids):
+        return model(tensor([ids])).logits[0, 0]
+
+    def slow_loss(model, rows, *_):
+        margins = [score(model, row.prompt + row.chosen) - score(model, row.prompt + row.rejected) for row in rows]
+        return sum(map(dpo_loss, margins)) / len(rows)
+
+    losses = watch(monkeypatch, "reward_model", slow_loss)
+    history, args = run("reward_model", beta=1.0)
+    judge = rloo.RewardModel(f"{args.out}/model", "cpu", rloo.Args())
+    rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args())
+    prompts, answers = ([row.columns[name] for row in rows] for name in ("prompt", "chosen"))
+    expected = [score(judge.model, row.prompt + row.chosen).item() for row in rows]
+    assert judge(prompts, answers, [True] * len(rows)) == pytest.approx(expected, abs=1e-5) and len(losses) == 3
+    with pytest.raises(BadInput, match="adapter"):
+        changed("reward_model").load_model(tiny(), "cpu", changed("reward_model").Args(lora_r=4), trains=True)
+
+
+def test_sft_is_the_mean_over_the_tokens_of_good_rows(monkeypatch, tmp_path):
+    rows = [row.columns for row in kto.load_rows(arguments("kto").data, TOKENIZER, kto.Args())]
+    good = [row["completion"] for row in rows if row["label"]]
+    without = [{name: value for name, value in row.items() if name != "label"} for row in rows]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(str, without)).replace("'", '"'))
+
+    def slow_loss(policy, rows, *_):
+        logps = torch.cat([logp(policy, row.prompt, row.completion) for row in rows])
+        return -logps.sum() / len(logps)
+
+    losses = watch(monkeypatch, "sft", slow_loss)
+    history, args = run("sft")
+    assert len(losses) == 3 and history[0]["eval_loss"] > 1
+    assert [row.columns["completion"] for row in changed("sft").load_rows(args.data, TOKENIZER, args)] == good
+    assert len(changed("sft").load_rows(str(tmp_path / "rows.jsonl"), TOKENIZER, args)) == len(rows) > len(good)
+
+
+# ---- Samples ---------------------------------------------------------
+
+SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0.0]])  # one scored sample; a tie
+
+
+@cache
+def model_with_many_ends():
+    """Its samples have different lengths."""
+    model = build("llama", TINY)
+    model.generation_config.eos_token_id = list(range(0, len(TOKENIZER), 5))
+    return save(model, "many ends")
+
+
+def watch_samples(monkeypatch, name, formula, beta):
+    """Compares each batch with the formula. Returns the losses, and a dictionary of samples."""
+    module, reference, known = changed(name), load(model_with_many_ends()), {}
+    rollout, compute_rewards = module.rollout, module.compute_rewards
+
+    def watched_rollout(policy, tokenizer, prompts, k, *rest):
+        samples = rollout(policy, tokenizer, prompts, k, *rest)
+        if len(prompts) != 4:
+            return samples  # of an evaluation
+        noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
+        samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # as if of another sampler
+        for (prompt, ys), logps in zip(samples.groups, samples.logps):
+            known[prompt] = [SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=logp(policy, prompt, y).detach(),
+                                             ref=logp(reference, prompt, y).detach()) for y, sampler in zip(ys, logps)]
+        return samples
+
+    def crafted_rewards(samples, *rest):
+        if len(samples.groups) != 4:
+            return compute_rewards(samples, *rest)
+        for (prompt, _), rewards, ended in zip(samples.groups, SCORES.tolist(), samples.ended):
+            for y, reward, has_ended in zip(known[prompt], rewards, ended):
+                y.reward = reward if has_ended else nan  # --mask_truncated
+        return SCORES, {}
+
+    def slow_loss(policy, samples, *_):
+        for prompt, _ in samples.groups:
+            for y in known[prompt]:
+                y.logp = logp(policy, prompt, y.tokens)
+        return formula([known[prompt] for prompt, _ in samples.groups], beta)
+
+    monkeypatch.setattr(module, "rollout", watched_rollout)
+    monkeypatch.setattr(module, "compute_rewards", crafted_rewards)
+    monkeypatch.setattr(module, "check_sampler", lambda *_: None)
+    return watch(monkeypatch, name, slow_loss), known
+
+
+SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_per_rollout=2)
+
+
+@pytest.mark.parametrize("beta", [0.3, 0.0])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_loss_of_samples(monkeypatch, name, beta):
+    losses, _ = watch_samples(monkeypatch, name, FORMULAS[name], beta)
+    steps = 3 if beta else 1
+    history, _ = run(name, model=model_with_many_ends(), steps=steps, beta=beta, **SIZES)
+    assert len(losses) == steps * (8 if name == "mini_batches" else 2)
+    assert max(norm for _, norm in losses) > 1e-3 or (name, beta) == ("online_dpo", 0.0)
+    if beta and name not in ("online_dpo", "gspo"):
+        assert max(values["clip_ratio"] for values in history[1:]) > 0
+
+
+def test_value_baseline(monkeypatch):
+    losses, known = watch_samples(monkeypatch, "value_baseline", ppo, 0.3)
+
+    def slow_critic(critic, samples, mask, returns, args):
+        total = 0
+        for prompt, _ in samples.groups:
+            for y in known[prompt]:
+                values = critic(tensor([prompt + y.tokens])).logits[0, len(prompt) - 1:-1, 0]
+                if returns is None:
+                    y.values = values.tolist()
+                elif not isnan(y.reward):
+                    total = total + ((values - tensor(y.returns)) ** 2).sum() / 2
+        return None if returns is None else total / tokens_of(known[prompt] for prompt, _ in samples.groups)
+
+    critic_losses = watch(monkeypatch, "value_baseline", slow_critic, "run_critic")
+    run("value_baseline", model=model_with_many_ends(), beta=0.3, **SIZES)
+    assert len(losses) == len(critic_losses) == 6 and critic_losses[-1] < critic_losses[0]
+    monkeypatch.undo()
+    history, _ = run("value_baseline", k=1, steps=1)
+    assert history[1]["loss/critic"] > 0
