@@ -219,14 +219,15 @@ def quiet():
 
 
 def call_after_steps(script, call):
-    """Calls `call` when the script has logged a step, from step 0 on."""
-    original = script.log
+    """Calls `call` when the script has written a line of metrics.jsonl, from step 0 on."""
+    append = script.append
 
-    def log(*values):
-        original(*values)
-        call()
+    def append_and_call(path, lines):
+        append(path, lines)
+        if path.name == "metrics.jsonl":
+            call()
 
-    script.log = log
+    script.append = append_and_call
 
 
 def time_of_reference_pass(given) -> float:

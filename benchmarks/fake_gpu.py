@@ -2,8 +2,8 @@
 
 What runs on the CPU is real. On "cuda" are fake tensors of torch, whose operators check shapes, dtypes and devices.
 Each is one kernel, or as many as KERNELS says, and takes the longer of FLOPs / rate and bytes / bandwidth. The host
-runs ahead of the GPU until it waits for a result. What it reads is 1.0, True, or `integers`. Memory is what tensors
-hold: no buffers of kernels, allocator, cuBLAS, NCCL, CUDA context (1 to 2 GB).
+runs ahead until it waits for a result; it reads 1e-6, True, or `integers`. Memory is what tensors hold: without buffers
+of kernels, allocator, cuBLAS, NCCL and CUDA context (1 to 2 GB).
 """
 import contextlib
 import ctypes
@@ -96,7 +96,7 @@ class FakeGPU(TorchDispatchMode):
         self.host = max(self.host, self.device)
 
     def add_kernels(self, kernels, moved, flops=0, share=1):
-        """Kernels that move so many bytes, at most at this share of the peak FLOP/s."""
+        """share: of the peak FLOP/s."""
         bandwidth = self.byte_rate * self.shares[2]
         seconds = max(flops / self.flop_rate / share, moved / bandwidth, KERNEL_SECONDS * kernels)
         self.counts.update(kernels=kernels, flops=flops, seconds=seconds)
@@ -151,7 +151,7 @@ class FakeGPU(TorchDispatchMode):
 
     def value(self, dtype):
         """What the host reads of a tensor on the GPU."""
-        return 1.0 if dtype.is_floating_point else dtype == torch.bool or self.integers
+        return 1e-6 if dtype.is_floating_point else dtype == torch.bool or self.integers
 
     def transfer(self, source, target, non_blocking):
         """A copy between CPU and GPU. It is waited for unless it is non_blocking and the CPU's memory is pinned."""

@@ -5,8 +5,7 @@
     python benchmarks/processes.py --tiny                                   # does it run?
 
 Tokens per second of the training steps, without the first two; the ways alternate, medians of the rounds. Memory: of a
-GPU the peak; on a CPU the resident set (Linux) after the last step, less that before the model. Weights and AdamW's
-moments have 12 bytes per parameter, divided by the processes.
+GPU the peak; on a CPU the resident set (Linux) after the last step, less that before the model.
 """
 import ctypes
 import json

@@ -5,9 +5,8 @@
     python benchmarks/simulate.py trl --config FILE --gpu A100        # DPOConfig's; needs trl==1.16.0
     python benchmarks/simulate.py --tiny                              # every script, in seconds
 
-main() of the script, or DPOTrainer, runs on fake CUDA tensors (fake_gpu.py; needs g++ and torch 2.13). Replaced are
-weights (shapes only), rows, checkpoints, and what compares log-probs: no number is computed. Time is a roofline's,
-without communication between GPUs.
+main() of the script, or DPOTrainer, runs on fake CUDA tensors (fake_gpu.py; needs g++). Replaced are weights (shapes
+only), rows, checkpoints, and what compares log-probs. Time is a roofline's, without communication between GPUs.
 """
 import contextlib
 import io
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
-from against_trl import NAMES, ROOT, SHAPES, dpo, kto, rloo
+from against_trl import NAMES, ROOT, SHAPES, call_after_steps, dpo, kto, rloo
 import refcache  # of the same checkout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -71,12 +70,9 @@ def random_rows(script, args: Args) -> list:
         tokens += len(x) if script is rloo else len(x + y + z)
         if tokens > args.tokens * args.forwards * args.processes:
             return rows
-        if script is dpo:
-            rows.append(dpo.Row(x, y, z, 0.0, 0.0, {}))
-        elif script is kto:
-            rows.append(kto.Row(x, y, len(rows) % 2 == 0, z, {}))
-        else:
-            rows.append(rloo.Row(x, {"prompt": ""}))
+        values = dict(prompt=x, chosen=y, rejected=z, completion=y, other=z, is_desirable=len(rows) % 2 == 0,
+                      columns={"prompt": ""})
+        rows.append(script.Row(*map(values.get, script.Row._fields)))
 
 
 def make_folder(args: Args, folder: str):
@@ -124,14 +120,15 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
             return result
         return call
 
-    def log(*_):  # a step is what happens between the first two lines of metrics.jsonl
+    def end_of_step():  # a step is what happens between the first two lines of metrics.jsonl
         step.close()
         if "step" not in dict(found):
             found.append(("step", step.enter_context(gpu.measure())))
 
+    call_after_steps(script, end_of_step)
     nothing = ("report", "save_checkpoint", "save_model", "check_agreement", "barrier")
     replaced = {name: lambda *_: [] for name in nothing} | dict(
-        log=log, load_data=lambda *_: (rows, []), probe=passing_probe,
+        load_data=lambda *_: (rows, []), probe=passing_probe,
         batch_rows=lambda step, rows, *_: rows, processes=lambda: (0, args.processes),
         all_gather=lambda mine: [mine] * args.processes,
         load_rewards=lambda *_: [("zero", lambda completions, **_: [0.0] * len(completions), 1.0)])
