@@ -4,25 +4,26 @@
     python benchmarks/against_trl.py --data pairs.jsonl                        # all rows; no --data: invented pairs
     python benchmarks/against_trl.py --data pairs.jsonl --baseline ../older    # this checkout against another one
     python benchmarks/against_trl.py --works dpo kto --steps 30 --rounds 1     # the losses of 30 steps
+    python benchmarks/against_trl.py --shapes long --works long --steps 1 --rounds 1  # memory of RLOO at true length
     python benchmarks/against_trl.py --tiny                                    # does it run?
 
 reference   log-probs of the frozen model. refcache: ReferenceCache.score. trl: precompute_ref_log_probs of DPOTrainer.
-            trl + cache: the class of docs/trl.md, which also loads the reference. halos: that of ContextualAI/HALOs
-            (train/models.py), written again: data order, rows padded to max_length, all logits, a pickled dict
+            trl + cache: the class of docs/trl.md, which also loads the reference
 dpo, kto    a step of main() and of DPOTrainer or KTOTrainer; the reference's log-probs are known
 rloo P+T    rollout of T tokens after P, reward, reference and update: a step of main() and of RLOOTrainer
+long        the same after 2,900 tokens, of a tiny random Qwen3 with the full vocabulary of 151,936
 
 Both sides have the same weights, token ids, order, batch size, AdamW and precision, and no gradient checkpointing.
 Every run is a process of its own; the sides take turns, every other round backwards. A step lasts from one log line, or
-on_step_end, to the next; the first does not count. Time is CPU seconds of one thread, on a GPU the clock's. Peak memory
-is the largest resident set (Linux), on a GPU what was allocated. RLOO's samples differ between the sides.
+on_step_end, to the next; the first does not count. Time is CPU seconds of one thread, on a GPU the clock's. Memory is
+the resident set (Linux), on a GPU what was allocated: at its peak, and before the first step. RLOO's samples differ
+between the sides.
 """
 import contextlib
 import importlib.util
 import io
 import json
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -38,7 +39,7 @@ import torch
 import transformers
 import tyro
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, os.environ.get("CHECKOUT", str(ROOT)))  # of the scripts that are measured
@@ -52,9 +53,10 @@ NAMES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", 
 SHAPES = {
     "body-heavy": ("llama", 384, 1024, 8, 6, 3, 64, 2_048, False),  # 15 M parameters
     "head-heavy": ("llama", 256, 688, 4, 4, 2, 64, 20_480, False),  # 13 M
-    "Llama-3.2-1B": ("llama", 2048, 8192, 16, 32, 8, 64, 128_256, True),
-    "Llama-3.2-3B": ("llama", 3072, 8192, 28, 24, 8, 128, 128_256, True),
-    "long": ("qwen3", 64, 192, 2, 4, 2, 32, 151_936, True),  # of rloo_memory.py
+    "Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151_936, True),
+    "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 128, 151_936, True),
+    "Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151_936, False),
+    "long": ("qwen3", 64, 192, 2, 4, 2, 32, 151_936, True),
     "hh": ("llama", 256, 688, 4, 4, 4, 64, 4_096, True),  # of hh.py
     "tiny": ("llama", 64, 128, 1, 2, 1, 32, 512, False),
 }
@@ -63,7 +65,7 @@ ROLLOUTS = {  # prompt tokens, new tokens, k
     "rloo 256+16, k=4": (256, 16, 4),
     "rloo 256+16, k=8": (256, 16, 8),
     "rloo 32+64, k=4": (32, 64, 4),
-    **{f"long, k={k}": (2900, 200, k) for k in (2, 4, 8)},  # of rloo_memory.py
+    **{f"long, k={k}": (2900, 200, k) for k in (2, 4, 8)},
 }
 
 
@@ -78,9 +80,10 @@ class Args:
     rounds: int = 3  # of all sides, in turn
     steps: int = 4  # of a process; the first one is not timed
     batch_size: int = 4  # pairs of a DPO step, half the rows of a KTO step, prompts of an RLOO step
-    reference_batch: int = 8  # pairs in a forward of TRL's and HALOs' reference pass
+    reference_batch: int = 8  # pairs in a forward of TRL's reference pass
     eps: float = 1e-3  # AdamW's; at 1e-8 the first updates are nearly lr · sign(gradient), which can amplify rounding
     seed: int = 0  # of the order
+    extra: str = "{}"  # JSON: more flags of the scripts
     tiny: bool = False  # does it run?
     folder: str = ""  # of models and data; for the processes
     job: tuple[str, str, str, int] | None = None  # side, shape, work and round; for the processes
@@ -180,14 +183,15 @@ def write_orders(args: Args, shape: str) -> list:
     return pairs
 
 
-# ---- The scripts, of this checkout or of an older one ----------------
+# ---- The scripts -----------------------------------------------------
 
 def settings(args: Args, shape: str, work: str, out: str = ""):
     """The arguments of main() for this work."""
     folder = f"{args.folder}/{shape}"
     flags = dict(model=f"{folder}/model", data=f"{folder}/pairs.jsonl", out=f"{folder}/{out}", steps=args.steps,
                  eval_size=0, samples=0, lr=1e-4, schedule="constant", warmup=0.0, save_every=10**6,
-                 max_length=args.max_length, batch_size=args.batch_size, seed=args.seed)
+                 max_length=args.max_length, batch_size=args.batch_size, seed=args.seed,
+                 dtype="bfloat16" if DEVICE == "cuda" else "float32")
     script = dpo
     if work in ROLLOUTS:
         script = rloo
@@ -197,21 +201,17 @@ def settings(args: Args, shape: str, work: str, out: str = ""):
     elif work == "kto":
         script = kto
         flags["batch_size"] *= 2
-    return resolve(script, flags)
+    return arguments(script, flags | json.loads(args.extra))
 
 
-def resolve(script, flags: dict):
-    """Its complete Args. Flags that it does not have are left out."""
-    given = script.Args(**{name: value for name, value in flags.items() if name in script.Args.__dataclass_fields__})
-    return script.resolve(given, DEVICE) if hasattr(script, "resolve") else script.resolve_args(given)
+def arguments(script, flags: dict):
+    """Its Args. Flags that it does not have are left out."""
+    return script.Args(**{name: value for name, value in flags.items() if name in script.Args.__dataclass_fields__})
 
 
 def read_rows(script, given) -> list:
-    tokenizer = script.load_tokenizer(given.model)
     with quiet():
-        if hasattr(script, "resolve"):
-            return script.load_rows(given.data, tokenizer, given)
-        return script.load_rows(given.data, tokenizer[0], given.max_length, given)
+        return script.load_rows(given.data, script.load_tokenizer(given.model), given)
 
 
 def quiet():
@@ -219,15 +219,32 @@ def quiet():
 
 
 def call_after_steps(script, call):
-    """Calls `call` when the script has logged a step, from step 0 on."""
-    owner, name = (script, "log") if hasattr(script, "log") else (script.Log, "write")
-    original = getattr(owner, name)
+    """Calls `call` when the script has written a line of metrics.jsonl, from step 0 on."""
+    append = script.append
 
-    def log(*values):
-        original(*values)
-        call()
+    def append_and_call(path, lines):
+        append(path, lines)
+        if path.name == "metrics.jsonl":
+            call()
 
-    setattr(owner, name, log)
+    script.append = append_and_call
+
+
+def time_of_reference_pass(given) -> float:
+    """Seconds of ReferenceCache.score in main()."""
+    score = dpo.ReferenceCache.score
+    seconds = []
+
+    def timed(cache, model, groups, *values, **names):
+        if DEVICE == "cuda":  # the first forwards compile kernels
+            score(dpo.ReferenceCache(), model, groups[:16], *values, **names | {"path": None})
+        begin = clock()
+        score(cache, model, groups, *values, **names)
+        seconds.append(clock() - begin)
+
+    dpo.ReferenceCache.score = timed
+    dpo.main(replace(given, steps=0))
+    return seconds[0]
 
 
 # ---- The sides -------------------------------------------------------
@@ -263,14 +280,7 @@ class Ticks(list):
 def refcache(args: Args, shape: str, work: str, round: int) -> dict:
     given = settings(args, shape, work, out=f"{work}-{round}-{os.getpid()}")
     if work == "reference":
-        groups = dpo.groups(read_rows(dpo, given))
-        model = dpo.load_model(given.model, DEVICE, given)
-        options = given.tokens_per_forward, given.dtype
-        if DEVICE == "cuda":
-            dpo.ReferenceCache().score(model, groups[:16], *options)  # the first forwards compile kernels
-        begin = clock()
-        dpo.ReferenceCache().score(model, groups, *options, path=f"{given.out}.pkl")
-        return {"seconds": clock() - begin}
+        return {"seconds": time_of_reference_pass(given)}
     script = {"dpo": dpo, "kto": kto}.get(work, rloo)
     ticks = Ticks()
     call_after_steps(script, ticks)
@@ -294,6 +304,7 @@ def cached_trainer():
 
 def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> dict:
     from datasets import Dataset
+    from transformers import TrainerCallback  # imports accelerate, peft and bitsandbytes
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
     folder = Path(args.folder, shape)
     make_config, parent = DPOConfig, DPOTrainer
@@ -357,28 +368,7 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
     return ticks.found() | {"losses": losses, "length": length, "model": config.output_dir}
 
 
-def halos(args: Args, shape: str, work: str, round: int) -> dict:
-    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(f"{args.folder}/{shape}/model", dtype=dtype).to(DEVICE).eval()
-    pairs = read_rows(dpo, settings(args, shape, work))
-    rows = [(row.prompt, y) for row in pairs for y in (row.chosen, row.rejected)]
-    logprobs = {}
-    begin = clock()
-    with torch.no_grad():
-        for start in range(0, len(rows), 2 * args.reference_batch):
-            batch = rows[start:start + 2 * args.reference_batch]
-            pads = [args.max_length - len(x) - len(y) for x, y in batch]
-            ids = torch.tensor([[*x, *y] + n * [0] for (x, y), n in zip(batch, pads)], device=DEVICE)
-            is_answer = torch.tensor([len(x) * [0] + len(y) * [1] + n * [0] for (x, y), n in zip(batch, pads)])
-            logits = model(ids, attention_mask=(ids != 0).long()).logits[:, :-1]
-            logps = logits.float().log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0] * is_answer[:, 1:].to(DEVICE)
-            logprobs |= zip(batch, logps.tolist())
-    Path(args.folder, "halos.pkl").write_bytes(pickle.dumps(logprobs))
-    return {"seconds": clock() - begin}
-
-
-SIDES = {"refcache": refcache, "baseline": refcache, "trl": trl, "trl + cache": partial(trl, cached=True),
-         "halos": halos}
+SIDES = {"refcache": refcache, "baseline": refcache, "trl": trl, "trl + cache": partial(trl, cached=True)}
 
 
 # ---- Processes and tables --------------------------------------------
@@ -416,7 +406,7 @@ def compare(args: Args, shape: str, work: str, tokens: int) -> str:
     if args.baseline:
         sides = ["refcache", "baseline"]
     elif work == "reference":
-        sides += ["trl + cache", "halos"]
+        sides += ["trl + cache"]
     runs = {side: [] for side in sides}
     for round in range(args.rounds):
         for side in sides[::-1] if round % 2 else sides:
@@ -426,9 +416,12 @@ def compare(args: Args, shape: str, work: str, tokens: int) -> str:
         seconds = [run["seconds"] for run in found]
         rate = f"; {tokens / median(seconds):,.0f} tokens/s" if work == "reference" else ""
         ratio = spread([run["seconds"] / our["seconds"] for run, our in zip(found, ours)])
-        peak = max(run["peak"] for run in found)
-        print(f"| {work} | {side} | {spread(seconds)}{rate} | {ratio} | {peak:.2f} |", flush=True)
-    if work not in ("dpo", "kto"):
+        peak, before = (max(run.get(name, 0) for run in found) for name in ("peak", "before"))
+        print(f"| {work} | {side} | {spread(seconds)}{rate} | {ratio} | {peak:.2f} | {before:.2f} |", flush=True)
+    if work in ROLLOUTS:
+        lengths = ", ".join(f"{side} {found[0]['length']:.0f}" for side, found in runs.items())
+        return f"\n{work}: tokens per sample of {lengths}"
+    if work == "reference":
         return ""
     curves = [runs[side][0]["losses"] for side in sides]
     gap = max(abs(a - b) for a, b in zip(*curves))
@@ -456,7 +449,7 @@ def main(args: Args):
             args = replace(args, folder=folder)
             pairs, tokens = make_files(args, shape)
             print(f"\n{shape}: {len(pairs)} pairs, {tokens:,} tokens\n\n"
-                  "| work | side | seconds | times refcache's | peak GiB |\n" + "|---" * 5 + "|", flush=True)
+                  "| work | side | seconds | times refcache's | peak GiB | before |\n" + "|---" * 6 + "|", flush=True)
             print(*filter(None, [compare(args, shape, work, tokens) for work in works]), sep="\n")
 
 

@@ -21,7 +21,7 @@ from statistics import mean, stdev
 import numpy as np
 import torch
 import tyro
-from against_trl import ROOT, dpo, kto, read_rows, resolve, rloo
+from against_trl import ROOT, arguments, dpo, kto, read_rows, rloo
 from plot import COLOURS, import_pyplot, save
 
 SUM_BETAS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)  # of losses that sum over tokens
@@ -55,14 +55,14 @@ def train(method: str, beta: float, seed: int, args: Args) -> Path:
     if not (out / "model").exists():
         flags = flags | dict(beta=beta, seed=seed, epochs=args.epochs, samples=0, out=str(out),
                              ref_cache=f"{args.out}/reference_logprobs.pkl")
-        script.main(resolve(script, flags))
+        script.main(arguments(script, flags))
     return out / "model"
 
 
 @torch.no_grad()
 def measure(model: Path | str, k: int, args: Args) -> np.ndarray:
     """(prompts, k, 3): reward, success and log π − log π_ref of k samples from the model for held-out prompts."""
-    flags = resolve(rloo, {})  # the demo's, with nothing that bends the distribution
+    flags = rloo.resolve(rloo.Args())  # the demo's, with nothing that bends the distribution
     rows = read_rows(rloo, replace(flags, data=flags.eval_data))[:args.prompts]
     policy, reference = (rloo.load_model(str(folder), "cpu", flags) for folder in (model, flags.model))
     samples = rloo.rollout(policy, rloo.load_tokenizer(flags.model), [row.prompt for row in rows], k, 0, flags)
@@ -119,7 +119,7 @@ def main(args: Args):
     if args.tiny:
         args = replace(args, methods=("dpo", "rloo"), betas=(0.1,), seeds=(0,), epochs=0.1, prompts=4, samples=2,
                        best_samples=8)
-    os.environ |= {"TQDM_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    os.environ["HF_HUB_OFFLINE"] = "1"
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     points = {method: [] for method in args.methods}

@@ -8,6 +8,7 @@ Metrics that are 0 in all runs are left out. --smooth s draws an exponential mov
 """
 import json
 import math
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -58,12 +59,12 @@ def draw(panel, lines: list[dict], name: str, colour: str, smooth: float):
 
 
 def print_table(runs: list[list[dict]]):
+    """Of the runs that have a metric at their beginning, or at their end."""
     print("| held out | before | after |\n|---|---|---|")
-    for name in runs[0][-1]:
-        if name.startswith("eval_"):
-            ends = [[lines[i][name] for lines in runs] for i in (0, -1)]
-            cells = (f"{mean(x):.3f} ± {stdev(x) if len(x) > 1 else 0:.3f}" for x in ends)
-            print(f"| {name} | " + " | ".join(cells) + " |")
+    for name in dict.fromkeys(name for lines in runs for name in lines[-1] if name.startswith("eval_")):
+        ends = [[lines[i][name] for lines in runs if name in lines[i]] for i in (0, -1)]
+        cells = [f"{mean(x):.3f} ± {stdev(x) if len(x) > 1 else 0:.3f}" if x else "" for x in ends]
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
 def main(args: Args):
@@ -73,6 +74,8 @@ def main(args: Args):
     print_table(runs)
     found = {name for lines in runs for line in lines for name in line if abs(line[name]) > 1e-6}
     names = list(args.metrics) or [name for name in METRICS if name in found]
+    if not names:
+        sys.exit("none of the usual metrics is in these runs: name some with --metrics")
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     figure, panels = plt.subplots(rows, columns, figsize=(3.4 * columns, 2.3 * rows + 0.4), squeeze=False)

@@ -18,7 +18,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that fork come first: training in bfloat16 starts threads, and a fork of a process with threads may hang."""
+    """Tests that fork come first: training in bfloat16 starts threads, with which a fork may hang."""
     items.sort(key=lambda item: item.path.name not in ("test_processes.py", "test_resume.py"))
 
 
@@ -63,7 +63,7 @@ def each_model_is_loaded_and_probed_once():
 
 @pytest.fixture(autouse=True)
 def no_process_group_stays():
-    """A model that trains in bfloat16 is split over a group of one process, which a run ends but load_model does not."""
+    """Training in bfloat16 splits a model over a group of one process: main() ends that, load_model does not."""
     import torch.distributed as dist
     yield
     if dist.is_initialized():

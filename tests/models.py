@@ -25,6 +25,7 @@ MODELS = {  # name -> (model type, config, whether its completions may share a p
     "mistral-window-200": ("mistral", dict(SMALL, sliding_window=200), True),
     "gpt2": ("gpt2", GPT2, True),
     "gpt-neox": ("gpt_neox", dict(SMALL, num_key_value_heads=4), True),
+    "bert-layers-before-the-head": ("bert", dict(SMALL, is_decoder=True), True),
     "phi-head-bias": ("phi", dict(SMALL, num_key_value_heads=4), True),
     "gemma2-softcaps": ("gemma2", dict(GEMMA, sliding_window=6), False),
     "gemma3-window-6": ("gemma3_text", dict(GEMMA, sliding_window=6), True),

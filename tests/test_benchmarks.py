@@ -18,14 +18,13 @@ def start(name, *flags):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def code_of(page):
-    return re.search(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[1]
+def code_of(page, number=0):
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[number]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line, row", [
-    ("logprobs --tiny", "| torch.cat | "), ("processes --tiny", "| 2 | 8 | "),
-    ("rloo_memory --sides refcache --k 2 --tiny", "| refcache | 2 | "),
+    ("logprobs --tiny", "| 200 | full | "), ("processes --tiny", "| 2 | 8 | "),
     (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | ")])
 def test_benchmark_prints_rows(line, row):
     assert row in start(*line.split())
@@ -33,7 +32,11 @@ def test_benchmark_prints_rows(line, row):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line, row", [
-    ("against_trl --tiny", "| reference | trl + cache | "), ("gpu --tiny", "| dpo | trl | ")])
+    ("against_trl --tiny", "| reference | trl + cache | "), ("gpu --tiny", "| dpo | trl | "),
+    ("simulate trl --model tiny --tokens 1000 --median 20", "| trl | step | "),
+    ("trl_precompute 1", "learning_rate=2e-06 | yes |"), ("trl_precompute 7", "bf16=True | no | -9.9"),
+    ("trl_precompute 8", "max_length=8 | no | -10.0"),
+    ("trl_precompute 9", "ld_alpha=0.5 | no | -11.3")])
 def test_benchmark_beside_trl_prints_rows(line, row):
     pytest.importorskip("trl")
     assert row in start(*line.split())
@@ -57,6 +60,17 @@ def test_frontier_gives_table_and_pictures(tmp_path):
     assert (tmp_path / "frontier.png").exists() and (tmp_path / "curves.png").exists()
 
 
+def test_plot_of_runs_with_different_metrics(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name, lines in {"a": [{"step": 0, "eval_loss": 0.7}, {"step": 1, "loss": 0.5, "eval_loss": 0.6}],
+                        "b": [{"step": 0, "eval_kl": 0.2}, {"step": 1, "reward": 1.0, "eval_kl": 0.3}]}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = start("plot", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "curves.png")
+    assert "| eval_loss | 0.700 ± 0.000 | 0.600 ± 0.000 |" in table and "| eval_kl | 0.200 ± 0.000 | 0.300" in table
+    assert (tmp_path / "curves.png").exists()
+
+
 def test_snippet_of_cache_page_adds_an_entry(tmp_path):
     path = str(tmp_path / "cache.pkl")
     ReferenceCache(reference="a").save(path)
@@ -64,6 +78,24 @@ def test_snippet_of_cache_page_adds_an_entry(tmp_path):
     cache = ReferenceCache(reference="a")
     cache.load(path)
     assert np.array_equal(cache[(5, 6), (7, 8)], np.float32([-0.5, -1.5]))
+
+
+def test_cache_becomes_columns_of_a_data_set_and_a_cache_again(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    groups = [((5, 6), [(7, 8), (9,)]), ((5,), [(7,), (8, 9, 10)])]
+    cache = ReferenceCache(reference="a")
+    rng = np.random.default_rng(0)
+    for x, ys in groups:
+        entries = {np.uint32(y).tobytes(): rng.normal(size=len(y)).astype(np.float32).tobytes() for y in ys}
+        cache.add([(np.uint32(x).tobytes(), entries)])
+    names = {}
+    exec(code_of("trl.md", 2), names)
+    rows = [dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), (x, *ys))) for x, ys in groups]
+    names["add_columns"](datasets.Dataset.from_list(rows), cache).save_to_disk(tmp_path)
+    published = datasets.load_from_disk(tmp_path)
+    sums = [[cache[x, y].sum() for y in ys] for x, ys in groups]
+    assert sums == [[row["ref_chosen_logps"], row["ref_rejected_logps"]] for row in published]
+    assert names["read_columns"](published, reference="a").table == cache.table
 
 
 def test_losses_of_trl_page_equal_those_of_trl(tmp_path):

@@ -2,8 +2,6 @@
 import gc
 import json
 import math
-import shutil
-import sys
 import weakref
 from copy import deepcopy
 from dataclasses import replace
@@ -12,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import SMALL, build
+from models import build
 from runs import (  # noqa: F401
-    BOTH, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, data, distance, load, run, same, tiny, weights_of, without_speed)
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    BOTH, SCRIPTS, TINY, TOKENIZER, arguments, data, distance, load, run, same, tiny, weights_of, without_speed)
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 from dpo import Args, batch_rows, generate, groups, learning_rate, load_rows, write_samples
-from refcache import BadInput, ReferenceCache, checkpoint_digest, completion_logprobs
+from refcache import BadInput, ReferenceCache, checkpoint_digest
 
 FIRST = dict(eval_every=2, samples=2, max_new_tokens=4)
 
@@ -49,21 +46,6 @@ def loaded(monkeypatch):
 
 # ---- A run, and what it leaves ---------------------------------------
 
-@pytest.mark.slow
-@BOTH
-def test_learns_from_a_part_of_the_demo(script, tmp_path):
-    files = {"train": (f"{'pairs' if script == 'dpo' else 'feedback'}.jsonl", slice(24, 152))}
-    files["eval"] = files["train"][0].replace(".", "_test."), slice(24)
-    for name, (file, lines) in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join((ROOT / "demo" / file).read_text().splitlines(True)[lines]))
-    module = SCRIPTS[script]
-    history = module.main(module.Args(
-        model=f"{ROOT}/demo/model", data=f"{tmp_path}/train.jsonl", eval_data=f"{tmp_path}/eval.jsonl", steps=14,
-        out=f"{tmp_path}/out", lr=4e-4, batch_size=14, max_new_tokens=20, score=f"{ROOT}/demo/score.py:success"))
-    assert history[0]["eval_rewards/accuracies"] == 0.5 and history[-1]["eval_rewards/margins"] > 0.1
-    assert history[0]["eval_score"] + 0.3 < history[-1]["eval_score"]
-
-
 def test_step_0_is_ln_2(run):
     history = run(**FIRST).history
     assert history[0]["eval_loss"] == pytest.approx(math.log(2), abs=1e-5)
@@ -78,18 +60,14 @@ def test_files_of_a_finished_run(run):
     lines = [json.loads(line) for line in open(first.out / "metrics.jsonl")]
     assert without_speed(lines) == first.history
     assert min(line[name] for line in lines[1:] for name in ("seconds", "tokens_per_second")) > 0
-    assert json.loads((first.out / "args.json").read_text())["lr"] == 3e-3
     assert [values["step"] for values in first.history] == [0, 1, 2, 3]
     assert ["eval_loss" in values for values in first.history] == [True, False, True, True]
     samples = [json.loads(line) for line in open(first.out / "samples.jsonl")]
     assert [sample["step"] for sample in samples] == [0, 0, 2, 2, 3, 3]
     prompts = [row.columns["prompt"] for row in rows_of(first.args)[1][:2]]
     assert [sample["prompt"] for sample in samples] == prompts * 3
-
-
-def test_saved_model_has_plain_attention_and_its_tokenizer(run):
-    assert AutoModelForCausalLM.from_pretrained(run(**FIRST).model).config._attn_implementation == "sdpa"
-    assert AutoTokenizer.from_pretrained(run(**FIRST).model).chat_template == TOKENIZER.chat_template
+    assert AutoModelForCausalLM.from_pretrained(first.model).config._attn_implementation == "sdpa"
+    assert AutoTokenizer.from_pretrained(first.model).chat_template == TOKENIZER.chat_template
 
 
 @BOTH
@@ -99,22 +77,6 @@ def test_every_metric_is_explained_in_the_docstring(run, script):
     assert {"learning_rate", "grad_norm", "logps/chosen", "tokens_per_second"} <= names
     text = SCRIPTS[script].__doc__.replace("logps/*", "logps/chosen, logps/rejected")
     assert not [name for name in names if name.removeprefix("eval_") not in text]
-
-
-@BOTH
-def test_reported_numbers_are_those_of_the_saved_model(run, script):
-    first = run(script, **FIRST)
-    module, args = SCRIPTS[script], replace(first.args, dtype="float32")
-    held_out = module.load_rows(args.eval_data, TOKENIZER, args)
-    needed = module.groups(held_out)
-    if script == "kto":
-        _, held_out = module.draw_others(module.load_rows(args.data, TOKENIZER, args), held_out, args)
-        needed += module.other_groups(held_out)
-    known = ReferenceCache()
-    known.score(AutoModelForCausalLM.from_pretrained(tiny()), needed)
-    values = module.evaluate(load(first.model), held_out, known, args)
-    assert values == pytest.approx({name: first.history[-1][name] for name in values}, abs=2e-5, rel=1e-5)
-    assert any(abs(value) > 1e-3 for name, value in values.items() if "rewards" in name)
 
 
 def test_same_seed_gives_the_same_bits_and_another_one_other_bits(run):
@@ -134,26 +96,10 @@ def test_memory_flags_change_memory_only(run, script):
     assert same(run(script, **FIRST), run(script, **FIRST, tokens_per_forward=90, gradient_checkpointing=True), 1e-4)
 
 
-def test_losses_and_their_flags_reach_the_run(tmp_path):
-    """rpo_sq reads the data's rewards: 0.5 · (0 − 2 (1 − 0.25))² + ln 2 at the reference."""
-    rows = [json.loads(line) | {"chosen_reward": 1.0, "rejected_reward": 0.25} for line in open(data("dpo")[0])]
-    (tmp_path / "scored.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    history = dpo.main(arguments(data=f"{tmp_path}/scored.jsonl", eval_data=None, steps=1, rpo_eta=2.0,
-                                 loss=("rpo_sq", "sigmoid"), loss_weights=(0.5, 1.0)))
-    assert history[1]["loss"] == pytest.approx(0.5 * 1.5 ** 2 + math.log(2), abs=1e-4)
-
-
-@pytest.mark.parametrize("model_type, config", [
-    ("opt", dict(dropout=0.5, ffn_dim=64, word_embed_proj_dim=32)),
-    ("falcon", dict(hidden_dropout=0.5, attention_dropout=0.5))])
-def test_dropout_is_off_also_with_gradient_checkpointing(tmp_path, model_type, config):
-    config = AutoConfig.for_model(model_type, **SMALL | config)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    logps = []
-    for checkpointing in (True, True, False):
-        policy = load(tmp_path, trains=True, gradient_checkpointing=checkpointing)
-        logps += completion_logprobs(policy, [((5, 9, 33), [(60, 12, 7)])])[0]
-    assert logps[0].equal(logps[1]) and torch.allclose(logps[0], logps[2], atol=1e-5)
+def test_losses_and_their_weights_reach_the_run(run):
+    """At the reference ipo is 1 / (2 β)², and sigmoid ln 2."""
+    first = run(steps=1, loss=("ipo", "sigmoid"), loss_weights=(0.5, 1.0)).history[1]
+    assert first["loss"] == pytest.approx(0.5 * 25 + math.log(2), abs=1e-3)
 
 
 def test_model_every_writes_models_that_load(run):
@@ -164,34 +110,12 @@ def test_model_every_writes_models_that_load(run):
     assert distance(middle, done) > 1e-5 and distance(done, run()) == 0
 
 
-def test_wandb_gets_the_metrics_and_the_arguments(monkeypatch):
-    logged, started = [], []
-    fake = SimpleNamespace(init=lambda **more: started.append(more), log=lambda values, **_: logged.append(values["step"]))
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    dpo.main(arguments(wandb="my-project", steps=2))
-    assert started[0]["project"] == "my-project" and started[0]["config"]["beta"] == 0.1
-    assert logged == [0, 1, 2]
-
-
 @pytest.mark.parametrize("save_every, steps", [(0, [3]), (2, [2, 3])])
 def test_checkpoints_are_written_every_so_many_steps_and_at_the_end(monkeypatch, save_every, steps):
     saved = []
     monkeypatch.setattr(dpo, "save_checkpoint", lambda out, step, *more: saved.append(step))
     dpo.main(arguments(save_every=save_every))
     assert saved == steps
-
-
-def test_the_report_shows_three_answers_before_and_after(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 2.5}\n{"step": 3, "eval_loss": 1.5}')
-    answers = [{"step": step, "prompt": f"Question {n}?", "completion": f"Answer {n} of step {step}."}
-               for step in (0, 3) for n in range(5)]
-    (tmp_path / "samples.jsonl").write_text("\n".join(map(json.dumps, answers)))
-    assert len(dpo.report(tmp_path)) == 2
-    printed = capsys.readouterr().out
-    assert "2.500   1.500" in printed
-    for n in range(5):
-        shown = [f"Question {n}?", f"Answer {n} of step 0.", f"Answer {n} of step 3."]
-        assert [text in printed for text in shown] == [n < 3] * 3
 
 
 # ---- The reference ---------------------------------------------------
@@ -324,21 +248,6 @@ def test_answers_end_before_any_stop_token_and_hold_no_padding(uniform):
     assert min(token for answer in answers for token in answer) >= 300
 
 
-def test_only_padding_is_masked_in_prompts(monkeypatch):
-    """Token 0 may stand in a prompt, too."""
-    masks = []
-    policy = load()
-    original = policy.generate
-
-    def generate(ids, attention_mask, **more):
-        masks.extend(attention_mask.tolist())
-        return original(ids, attention_mask=attention_mask, **more)
-
-    monkeypatch.setattr(policy, "generate", generate)
-    answers_of(policy, [(0, 5), (7, 0, 0, 9)])
-    assert masks == [[0, 0, 1, 1], [1, 1, 1, 1]]
-
-
 def sampled(tmp_path, score, **flags):
     """The mean and the lines of samples.jsonl, for two held-out prompts and a score function of this body."""
     (tmp_path / "score.py").write_text(f"def rate(prompts, completions, **columns):\n    {score}\n")
@@ -356,12 +265,6 @@ def test_scores_get_all_columns_also_those_that_the_first_row_lacks(tmp_path):
     assert [line["step"] for line in lines] == [7, 7]
 
 
-@pytest.mark.parametrize("score, error", [("return 1 / 0", ZeroDivisionError), ("return [1.0]", ValueError)])
-def test_a_score_that_fails_shows_its_own_error(tmp_path, score, error):
-    with pytest.raises(error):
-        sampled(tmp_path, score)
-
-
 def test_prompts_without_room_for_an_answer_get_none(tmp_path):
     assert sampled(tmp_path, "return [1.0] * len(prompts)", max_new_tokens=255) == ({}, [])
 
@@ -370,27 +273,14 @@ def test_prompts_without_room_for_an_answer_get_none(tmp_path):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(data="nothing.jsonl"), "nothing.jsonl"), (dict(model=None), "--model and --data"),
-    (dict(data=None), "--model and --data"),
-    (dict(sync_reference=2), "--ref swap"), (dict(humanline=(-1.0, 1.5)), "--ref swap"),
-    (dict(humanline=(-1.0, 1.5), ref="swap", sync_reference=1), "--sync_reference.* --humanline|--humanline.* --sync_reference"),
+    (dict(data=None), "--model and --data"), (dict(sync_reference=2), "--ref swap"),
+    (dict(humanline=(-1.0, 1.5)), "--ref swap"),
+    (dict(humanline=(-1.0, 1.5), ref="swap", sync_reference=1), "--humanline"),
     (dict(max_length=5), "--max_length"), (dict(max_new_tokens=256), "--max_new_tokens 256")])
 def test_bad_input_is_refused(loaded, changes, words):
     with pytest.raises(BadInput, match=words):
         dpo.main(arguments(**changes))
     assert loaded == []
-
-
-def test_an_unknown_ref_is_not_taken_for_none():
-    assert dpo.main(arguments(ref="Cache", steps=1))[0]["eval_logratio"] < 1e-5
-
-
-def test_missing_weights_are_refused(tmp_path):
-    folder = shutil.copytree(tiny(), tmp_path / "other")
-    state = load_file(folder / "model.safetensors")
-    del state["model.norm.weight"]
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(BadInput, match="model.norm.weight"):
-        dpo.main(arguments(model=str(folder)))
 
 
 @BOTH

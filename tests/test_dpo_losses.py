@@ -4,20 +4,19 @@ from typing import get_args
 
 import pytest
 import torch
-from models import gradient, logp, make
+from models import gradient, make
 from torch import tensor
 
 import dpo
 from dpo import Args, Batch, Loss, Row, measure, metrics, preference_loss
 from refcache import BadInput, ReferenceCache, enable_shared_prompts
 
-BETA, EPS, GAMMA, ETA = 0.2, 0.1, 0.6, 2.0
-OPTIONS = dict(beta=BETA, label_smoothing=EPS, simpo_gamma=GAMMA, rpo_eta=ETA)
+BETA, EPS, GAMMA = 0.2, 0.1, 0.6
+OPTIONS = dict(beta=BETA, label_smoothing=EPS, simpo_gamma=GAMMA)
 ARGS = Args(dtype="float32", **OPTIONS)
 PAIRS = Batch(
     logp_w=tensor([-20.0, -35.0]), logp_l=tensor([-24.0, -31.0]), ratio_w=tensor([2.0, -1.5]),
-    ratio_l=tensor([-1.0, 0.5]), len_w=tensor([8.0, 10.0]), len_l=tensor([6.0, 14.0]),
-    score_w=tensor([1.5, 0.3]), score_l=tensor([0.5, 0.9]))
+    ratio_l=tensor([-1.0, 0.5]), len_w=tensor([8.0, 10.0]), len_l=tensor([6.0, 14.0]))
 
 
 def sg(x):
@@ -28,10 +27,9 @@ def kl(p, q):
     return p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
 
 
-def formulas(w, l, c, r, n, m, a, b):
-    """Each loss of a pair. w, l: log π; c, r: log-ratios; n, m: lengths; a, b: rewards in the data."""
+def formulas(w, l, c, r, n, m):
+    """Each loss of a pair. w, l: log π; c, r: log-ratios; n, m: lengths."""
     z = BETA * (c - r)
-    delta = ETA * (a - b)
     return {
         "sigmoid": -(1 - EPS) * log(sg(z)) - EPS * log(sg(-z)),
         "hinge": max(0, 1 - z),
@@ -45,15 +43,12 @@ def formulas(w, l, c, r, n, m, a, b):
         "apo_zero": 1 - sg(BETA * c) + sg(BETA * r),
         "apo_down": sg(BETA * c) + 1 - sg(z),
         "discopop": -(1 - sg(z / 0.05)) * log(sg(z)) + sg(z / 0.05) * exp(-z),
-        "rpo_sq": (z - delta) ** 2,
-        "rpo_bwd_kl": kl(sg(delta), sg(z)),
-        "rpo_fwd_kl": kl(sg(z), sg(delta)),
         "simpo": -log(sg(BETA * (w / n - l / m - GAMMA / BETA))),
         "sft": -w / n,
     }
 
 
-LOSSES = list(formulas(*[1.0] * 8))
+LOSSES = list(formulas(*[1.0] * 6))
 EACH_LOSS = pytest.mark.parametrize("name", LOSSES)
 
 
@@ -76,24 +71,6 @@ def test_value_and_gradient_equal_the_formula_in_plain_python(name):
             slope = (formulas(*up)[name] - formulas(*down)[name]) / 2e-5
             found = 0.0 if gradient is None else gradient[i].item()
             assert found == pytest.approx(slope, rel=1e-4, abs=1e-6)
-
-
-@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"apo_down", "discopop", "sft"}))
-def test_gradient_at_the_reference_raises_the_chosen_and_lowers_the_rejected(name):
-    """apo_down lowers both, and discopop has a local maximum there (its paper, figure 2)."""
-    logp_w = tensor([-20.0, -20.1], requires_grad=True)
-    logp_l = tensor([-20.0, -20.1], requires_grad=True)
-    batch = Batch(logp_w, logp_l, logp_w - logp_w.detach(), logp_l - logp_l.detach(), PAIRS.len_w, PAIRS.len_l,
-                  score_w=tensor([1.0, 2.0]), score_l=torch.zeros(2))
-    preference_loss(name, *batch, label_smoothing=1e-3 if name == "exo_pair" else 0.0).sum().backward()
-    assert (logp_w.grad < 0).all() and (logp_l.grad > 0).all()
-
-
-def test_apo_down_lowers_the_rejected_more_than_the_chosen():
-    ratio_w = torch.zeros(2, requires_grad=True)
-    ratio_l = torch.zeros(2, requires_grad=True)
-    preference_loss("apo_down", *PAIRS._replace(ratio_w=ratio_w, ratio_l=ratio_l)).sum().backward()
-    assert (ratio_w.grad >= 0).all() and (ratio_l.grad > ratio_w.grad).all()
 
 
 @EACH_LOSS
@@ -160,10 +137,10 @@ def test_rewards_are_of_whole_answers_but_for_simpo_alone(loss, chosen, rejected
 
 # ---- From tokens to the batch ----------------------------------------
 
-ROWS = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), 1.0, 0.5, {}),
-        Row((8, 3), (77, 2), (21, 4, 96, 5, 2), 0.3, 0.1, {}),
-        Row((8, 3, 14, 20), (17, 30, 2), (41, 6, 2), 0.9, 0.0, {}),
-        Row((50,), (51, 52, 53, 54, 2), (55, 2), 0.0, 0.0, {})]
+ROWS = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), {}),
+        Row((8, 3), (77, 2), (21, 4, 96, 5, 2), {}),
+        Row((8, 3, 14, 20), (17, 30, 2), (41, 6, 2), {}),
+        Row((50,), (51, 52, 53, 54, 2), (55, 2), {})]
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +159,7 @@ def known():
 
 
 @pytest.mark.parametrize("flags", [
-    dict(loss=("ipo",)), dict(loss=("rpo_fwd_kl", "sft"), loss_weights=(1.0, 0.5)),
+    dict(loss=("ipo",)), dict(loss=("sigmoid", "sft"), loss_weights=(1.0, 0.5)),
     dict(humanline=(-0.5, 0.5), ref="swap")], ids=lambda flags: "-".join(flags))
 def test_loss_and_gradient_are_the_same_under_any_micro_batching(policy, known, flags):
     seen = []
@@ -197,22 +174,6 @@ def test_loss_and_gradient_are_the_same_under_any_micro_batching(policy, known, 
     assert found.abs().max() > 1e-4
 
 
-def test_gradient_of_a_batch_is_that_of_its_mean_loss(policy, known):
-    """One forward per sequence, the DPO loss as in the paper."""
-    policy.zero_grad()
-    values = dpo.run_batch(policy, ROWS, known, Args(dtype="float32", beta=0.3, tokens_per_forward=25), train=True)
-    found = gradient(policy)
-    policy.zero_grad()
-    loss = 0.0
-    for row in ROWS:
-        c = (logp(policy, row.prompt, row.chosen) - tensor(known[row.prompt, row.chosen])).sum()
-        r = (logp(policy, row.prompt, row.rejected) - tensor(known[row.prompt, row.rejected])).sum()
-        loss = loss - torch.nn.functional.logsigmoid(0.3 * (c - r)) / len(ROWS)
-    loss.backward()
-    assert values["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    torch.testing.assert_close(found, gradient(policy), rtol=1e-3, atol=1e-5)
-
-
 def test_evaluation_leaves_no_gradient(policy, known):
     policy.zero_grad()
     dpo.run_batch(policy, ROWS, known, ARGS, train=False)
@@ -220,19 +181,7 @@ def test_evaluation_leaves_no_gradient(policy, known):
 
 
 @torch.no_grad()
-def test_humanline_clamps_the_log_ratio_of_every_token(policy, known):
-    batch = measure(policy, ROWS, known, dpo.replace(ARGS, humanline=(-1.0, 1.5), ref="swap"))
-    clamped = 0
-    for i, row in enumerate(ROWS):
-        for y, found in ((row.chosen, batch.ratio_w[i]), (row.rejected, batch.ratio_l[i])):
-            ratios = logp(policy, row.prompt, y) - tensor(known[row.prompt, y])
-            assert found.item() == pytest.approx(ratios.clamp(-1.0, 1.5).sum().item(), abs=1e-4)
-            clamped += ((ratios < -1.0) | (ratios > 1.5)).sum().item()
-    assert clamped, "or the test would not see it"
-
-
-@torch.no_grad()
 def test_log_ratios_are_log_probs_without_a_reference(policy):
     batch = measure(policy, ROWS, None, dpo.replace(ARGS, ref="none"))
     assert batch.ratio_w.equal(batch.logp_w) and batch.ratio_l.equal(batch.logp_l)
-    assert batch.len_w.tolist() == [4, 2, 3, 5] and batch.score_w.tolist() == pytest.approx([1.0, 0.3, 0.9, 0.0])
+    assert batch.len_w.tolist() == [4, 2, 3, 5]

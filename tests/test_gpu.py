@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import build, make
-from runs import SCRIPTS, TINY, adapt, load, needs_peft, run, save  # noqa: F401
-from test_logprobs import GROUPS, ON_CUDA, SAMPLES, flat, slow, values_and_gradients
+from runs import SCRIPTS, TINY, needs_peft, run, save  # noqa: F401
+from test_logprobs import GROUPS, ON_CUDA, SAMPLES, slow, values_and_gradients
 
 import dpo
 import refcache
@@ -21,10 +21,10 @@ def exact(name, groups):
 
 
 def errors(name, groups, truth):
-    """Mean error of the log-probs in nats, and error of the gradient as a share of its norm, with bfloat16 forwards."""
-    model = make(name).cuda()
-    assert enable_shared_prompts(model, "bfloat16")
-    logps, grad = (x.cpu() for x in values_and_gradients(completion_logprobs, model, groups, dtype="bfloat16"))
+    """Mean error of the log-probs in nats, and error of the gradient as a share of its norm, in bfloat16."""
+    model = make(name).cuda().bfloat16()
+    assert enable_shared_prompts(model)
+    logps, grad = (x.cpu() for x in values_and_gradients(completion_logprobs, model, groups))
     return (logps - truth[0]).abs().mean(), (grad - truth[1]).norm() / truth[1].norm()
 
 
@@ -54,11 +54,11 @@ def test_bfloat16_kernel_is_as_close_to_one_float32_forward_per_sequence_as_the_
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window-5"])
 def test_no_micro_batch_waits_for_the_gpu(name):
-    model = make(name).cuda()
-    rows = [dpo.Row(x, ys[0], ys[-1], 0.0, 0.0, {}) for x, ys in SAMPLES[2]] * 3
+    model = make(name).cuda().bfloat16()
+    rows = [dpo.Row(x, ys[0], ys[-1], {}) for x, ys in SAMPLES[2]] * 3
     known = ReferenceCache()
-    args = dpo.Args(dtype="bfloat16", tokens_per_forward=60)
-    known.score(model, dpo.groups(rows), 60, "bfloat16")
+    args = dpo.Args(tokens_per_forward=60)
+    known.score(model, dpo.groups(rows), 60)
     try:
         for mode in ("default", "error"):  # the first time compiles kernels
             torch.cuda.set_sync_debug_mode(mode)
@@ -72,29 +72,11 @@ def test_swap_through_pinned_memory_restores_every_bit():
     reference = make("llama-tied", seed=1)
     swap = Swap(policy, reference)
     before = [p.clone() for p in policy.parameters()]
-    assert all(tensor.is_pinned() for tensor in (*swap.saved.values(), *swap.theirs.values()))
+    assert all(tensor.is_pinned() for tensor in swap.state_dict().values())
     with pytest.raises(KeyError), swap as model:
         assert all(torch.equal(p.cpu(), q) for p, q in zip(model.parameters(), reference.parameters()))
         raise KeyError
     assert all(map(torch.equal, policy.parameters(), before))
-
-
-@needs_peft
-@pytest.mark.parametrize("tied", [False, True])
-def test_frozen_weights_stored_in_bfloat16_change_no_bit(tied):
-    """The head of a tied model is the embedding, which stays float32: the policy's residual stream is not rounded."""
-    model = build("llama", TINY | dict(tie_word_embeddings=tied)).bfloat16()
-    folder = save(model, f"halved-{tied}")
-    adapter = adapt(f"adapter-{tied}", folder)
-    found = []
-    for halves in (True, False):
-        loaded = load(adapter, dtype="bfloat16").cuda()
-        if not halves:
-            loaded.float()
-        assert (torch.bfloat16 in {p.dtype for p in loaded.parameters()}) == halves
-        with torch.no_grad():
-            found.append(flat(completion_logprobs(loaded, GROUPS, dtype="bfloat16")))
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("lora", [{}, pytest.param(dict(lora_r=4), marks=needs_peft)])
@@ -103,16 +85,16 @@ def test_policy_and_reference_of_a_tied_bfloat16_model_are_equal_before_the_firs
     model = save(build("llama", TINY | dict(tie_word_embeddings=True)).bfloat16(), "tied-bfloat16")
     history = run(script, model=model, dtype="bfloat16", **lora).history
     if script == "rloo":
-        assert abs(history[1]["kl"]) < 1e-5
+        assert history[1]["kl"] == 0
     else:
-        assert history[1]["logratio"] < 1e-5
+        assert history[1]["logratio"] == 0
 
 
 def test_greedy_rollouts_are_those_of_one_prompt_at_a_time():
     policy = make("llama").cuda()
     prompts = [(5, 6, 7), (9, 8), (4, 3, 2, 11, 12)]
     tokenizer = SimpleNamespace(eos_token_id=None, batch_decode=lambda *_, **__: [])
-    args = rloo.Args(top_k=1, max_new_tokens=8, dtype="float32")
+    args = rloo.Args(top_k=1, max_new_tokens=8)
     enable_shared_prompts(policy)
     together = rloo.rollout(policy, tokenizer, prompts, 3, 1, args).groups
     assert together == [rloo.rollout(policy, tokenizer, [prompt], 3, 1, args).groups[0] for prompt in prompts]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import dpo
-from refcache import BadInput, Swap, checkpoint_digest, completion_logprobs, reference_logprobs
+from refcache import BadInput, Swap, completion_logprobs, reference_logprobs
 
 peft = pytest.importorskip("peft")
 KINDS = pytest.mark.parametrize("config", [
@@ -95,13 +95,6 @@ def test_the_cache_of_an_adapter_is_refused_for_another_one_and_for_another_base
             run(ref_cache=shared, steps=1, **changes)
 
 
-def test_an_adapter_over_a_base_that_has_changed_is_another_model():
-    folder = adapt("four", base=save(load(), "changing"))
-    before = checkpoint_digest(folder)
-    save(load(tiny(1)), "changing")
-    assert checkpoint_digest(folder) != before
-
-
 # ---- What trains and what is saved -----------------------------------
 
 
@@ -145,10 +138,6 @@ def test_a_new_adapter_depends_on_the_seed_only(run):
     assert distance(run(**flags, seed=1), one) > 1e-3
 
 
-def test_gradient_checkpointing_changes_memory_only(run):
-    assert same(run(**LORA, gradient_checkpointing=True), run(**LORA))
-
-
 def test_gradient_checkpointing_recomputes_layers_and_switches_no_dropout_on():
     folder = save(build("opt", TINY | dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.5)), "opt")
     policy = load(folder, trains=True, gradient_checkpointing=True)
@@ -185,10 +174,8 @@ def halved():
     return AutoModelForCausalLM.from_pretrained(tiny()).bfloat16()
 
 
-@pytest.mark.parametrize("script, flags", [
-    ("dpo", dict(gradient_checkpointing=True)), pytest.param("kto", dict(ref="live"), marks=pytest.mark.slow),
-    ("rloo", dict(steps=2))])
-def test_how_a_base_is_stored_changes_no_bit_of_a_run_in_bfloat16(run, script, flags):
+@pytest.mark.parametrize("script", ["dpo", "rloo"])
+def test_how_a_base_is_stored_changes_no_bit_of_a_run_in_bfloat16(run, script):
     bases = save(halved(), "halved"), save(halved().float(), "widened")
     adapters = []
     for base in bases:
@@ -197,12 +184,11 @@ def test_how_a_base_is_stored_changes_no_bit_of_a_run_in_bfloat16(run, script, f
         config = Path(adapters[-1], "adapter_config.json")
         config.write_text(config.read_text().replace(bases[1], base))
         policy = load(adapters[-1], trains=True, dtype="bfloat16")
-        assert {p.dtype for p in policy.parameters() if not p.requires_grad} == {torch.bfloat16}
-        assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
-    one, two = (run(script, model=adapter, dtype="bfloat16", lr=2e-2, **flags) for adapter in adapters)
+        dtypes = {(p.requires_grad, p.dtype) for p in policy.parameters()}
+        assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    one, two = (run(script, model=adapter, dtype="bfloat16", lr=2e-2, steps=2) for adapter in adapters)
     assert one.history == two.history and one.history[-1] != one.history[0]
     assert distance(one, two) == 0
-    assert {p.dtype for p in one.weights.values()} == {torch.float32}
 
 
 @KINDS
@@ -235,11 +221,6 @@ def test_an_adapter_that_lacks_a_weight_is_refused(run):
 def test_an_adapter_on_top_of_the_adapter_in_the_model_folder_is_refused(script):
     with pytest.raises(BadInput, match="--lora_r"):
         SCRIPTS[script].main(arguments(script, model=adapt("sft"), lora_r=4))
-
-
-def test_layer_names_choose_what_is_adapted():
-    policy = load(trains=True, lora_r=4, lora_target="q_proj,v_proj")
-    assert {name.split(".")[-4] for name, p in policy.named_parameters() if p.requires_grad} == {"q_proj", "v_proj"}
 
 
 def other_kind(name, **config):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import build, equal
+from models import build
 from runs import EACH, FOLDER, SCRIPTS, TINY, TOKENIZER, arguments, data, needs_peft, save, tiny, without_speed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -106,7 +106,7 @@ def assert_same_as_whole(name, out):
 
 def live(args, script, die_at, sleep, report):
     """Runs a script. Counts what changes a file or a weight, and kills itself before event number `die_at`, or before
-    the event of that name, such as "learning_rate 2"."""
+    the event of that name, such as "learning_rate 2" or "replace model"."""
     tqdm.set_lock(threading.RLock())  # a killed process would keep the one that forks share
     sys.stdout = sys.stderr = open(os.devnull, "w")
     module = SCRIPTS[script]
@@ -117,7 +117,8 @@ def live(args, script, die_at, sleep, report):
 
         def wrapper(*inputs, **more):
             counts[name] += 1
-            if die_at in (counts.total(), f"{name} {counts[name]}"):
+            target = os.path.basename(str(inputs[-1]))
+            if die_at in (counts.total(), f"{name} {counts[name]}", f"{name} {target}"):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(sleep)
             return function(*inputs, **more)
@@ -173,13 +174,7 @@ def test_resume_after_kills_at_random_events_is_bitwise_equal(name, tmp_path):
     assert_same_as_whole(name, tmp_path)
 
 
-def test_resume_after_a_kill_in_every_step_is_bitwise_equal(tmp_path):
-    for _ in range(STEPS - 1):
-        kill("dpo-sync", tmp_path, "learning_rate 2")  # each process makes one step
-    assert_same_as_whole("dpo-sync", tmp_path)
-
-
-@pytest.mark.parametrize("die_at", ["fsync 2", "replace 2", "rmtree 3", "replace 5"])
+@pytest.mark.parametrize("die_at", ["fsync 2", "replace run.json", "rmtree resume-1", "replace model"])
 def test_resume_after_a_kill_while_a_checkpoint_or_the_model_is_written_is_bitwise_equal(die_at, tmp_path):
     kill("dpo-swap", tmp_path, die_at)
     assert not (tmp_path / "model").exists()
@@ -192,20 +187,6 @@ def test_resume_after_a_kill_at_any_event_is_bitwise_equal(name, tmp_path):
     for die_at in range(1, count_events(name) + 1):
         kill(name, tmp_path / str(die_at), die_at)
         assert_same_as_whole(name, tmp_path / str(die_at))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_resume_after_twenty_kills_by_the_clock_is_bitwise_equal(name, tmp_path):
-    rng = random.Random(0)
-    run = 0
-    for _ in range(20):
-        process, _ = start_process(name, tmp_path / str(run), sleep=0.02)
-        process.join(rng.uniform(0, 0.4))
-        process.kill()
-        process.join()
-        run += (tmp_path / str(run) / "model").exists()  # it is finished: begins another one
-    assert_same_as_whole(name, tmp_path / str(run))
 
 
 # ---- Checkpoints -----------------------------------------------------
@@ -228,10 +209,16 @@ def copy_of(name, folder):
     return Path(shutil.copytree(killed(name), folder / "out"))
 
 
-def test_a_checkpoint_is_safetensors_and_json_and_older_ones_are_removed():
-    assert [path.name for path in killed("dpo").glob("resume-*")] == [f"resume-{STEPS - 1}"]
-    assert {path.suffix for path in newest(killed("dpo")).iterdir()} == {".safetensors", ".json"}
-    assert json.loads((newest(killed("dpo")) / "run.json").read_text())["step"] == STEPS - 1
+@pytest.mark.parametrize("name", ["dpo", "kto", pytest.param("dpo-humanline-lora", marks=needs_peft)])
+def test_a_checkpoint_is_safetensors_and_json_and_holds_each_tensor_that_a_step_changes_once(name):
+    (folder,) = killed(name).glob("resume-*")
+    assert folder == newest(killed(name)) and json.loads((folder / "run.json").read_text())["step"] == STEPS - 1
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
+    names = [key for path in folder.glob("*.safetensors") for key in load_file(path)]
+    if "lora" in name:
+        assert names and all("lora_" in key for key in names)
+    else:
+        assert names and not [key for key in names if "lm_head" in key], "it is tied to the embedding"
 
 
 def test_a_checkpoint_has_64_tensors_per_file(tmp_path):
@@ -242,26 +229,6 @@ def test_a_checkpoint_has_64_tensors_per_file(tmp_path):
     assert sorted(len(load_file(path)) for path in tmp_path.glob("*/*.safetensors")) == [1, 64]
 
 
-def tensor_names(folder):
-    found = []
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            found += file.keys()
-    return found
-
-
-def test_tied_weights_are_in_a_checkpoint_once():
-    for name in ("dpo", "kto"):
-        names = tensor_names(newest(killed(name)))
-        assert names and not [key for key in names if "lm_head" in key]
-
-
-@needs_peft
-def test_the_checkpoint_of_an_adapter_holds_only_what_a_step_changes():
-    stored = tensor_names(newest(killed("dpo-humanline-lora")))
-    assert stored and all("lora_" in key for key in stored)
-
-
 def test_shards_of_a_killed_save_do_not_reach_a_later_save_with_fewer_processes(tmp_path):
     out = copy_of("dpo", tmp_path)
     stale = out / f"resume-{STEPS}"
@@ -270,26 +237,9 @@ def test_shards_of_a_killed_save_do_not_reach_a_later_save_with_fewer_processes(
         zeros = {key: torch.zeros_like(tensor) for key, tensor in load_file(file).items()}
         with safe_open(file, "pt") as opened:
             save_file(zeros, stale / "shard-00002-model-00001-of-00001.safetensors", opened.metadata())
-    kill("dpo", out, "replace 3")  # the checkpoint of the last step is complete, the model is not
+    kill("dpo", out, "replace model")  # the checkpoint of the last step is complete, the model is not
     assert newest(out) == stale
     assert_same_as_whole("dpo", out)
-
-
-def test_a_weight_that_never_has_a_gradient_resumes(tmp_path, monkeypatch):
-    """Such as the vision tower of a model that is trained on text: AdamW has no state for it."""
-    original = dpo.load_model
-
-    def load_model(*inputs, **more):
-        model = original(*inputs, **more)
-        model.unused = torch.nn.Parameter(torch.ones(3))
-        return model
-
-    monkeypatch.setattr(dpo, "load_model", load_model)
-    kill("dpo-sync", tmp_path, "learning_rate 3")
-    start("dpo-sync", tmp_path)
-    weights = load_file(tmp_path / "model/model.safetensors")
-    assert weights.pop("unused").tolist() == [1, 1, 1]
-    assert equal(weights, load_file(whole("dpo-sync") / "model/model.safetensors"))
 
 
 def test_a_run_that_resumes_inside_a_window_scores_the_whole_window_together(tmp_path, monkeypatch):
@@ -340,9 +290,7 @@ def test_every_other_flag_is_part_of_a_run(script):
 
 
 @pytest.mark.parametrize("name, changes", [
-    ("dpo", dict(lr=0.1)), ("dpo", dict(loss=("ipo",))), ("dpo", dict(seed=5)), ("dpo", dict(steps=9)),
-    ("kto", dict(beta=0.2)), ("rloo", dict(k=2)), ("rloo", dict(temperature=0.5))],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value)
+    ("dpo", dict(lr=0.1)), ("dpo", dict(loss=("ipo",))), ("kto", dict(beta=0.2)), ("rloo", dict(k=2))], ids=str)
 def test_the_out_of_another_run_is_refused_and_untouched(name, changes, tmp_path):
     out = copy_of(name, tmp_path)
     before = {path: path.read_bytes() for path in out.glob("*.jsonl")}
@@ -422,13 +370,3 @@ def test_the_out_of_a_running_run_is_refused_at_once_and_by_name(tmp_path):
         process.kill()
         process.join()
     assert_same_as_whole("dpo-swap", tmp_path / "busy")
-
-
-def test_the_users_own_files_in_out_survive(tmp_path):
-    precious = [tmp_path / "checkpoint-500/model.safetensors", tmp_path / "notes.txt"]
-    precious[0].parent.mkdir()
-    for path in precious:
-        path.write_text("precious")
-    start("dpo", tmp_path)
-    assert [path.read_text() for path in precious] == ["precious", "precious"]
-    assert (tmp_path / "model/model.safetensors").exists()

@@ -1,7 +1,6 @@
 """rloo.py: advantages and gradients by hand, rewards, training against a slow loop of two models, samples."""
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +9,17 @@ import numpy as np
 import pytest
 import torch
 from models import build, logp
-from runs import EACH, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, data, save, tiny, without_speed
+from runs import ROOT, TINY, TOKENIZER, arguments, data, save, tiny, without_speed
 from safetensors.torch import load_file
 from torch import tensor
-from transformers import (AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification,
-                          AutoTokenizer, LlamaForSequenceClassification)
+from transformers import (
+    AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForSequenceClassification)
 
 import rloo
 from refcache import BadInput
-from rloo import (Args, RewardModel, Row, Samples, batch_rows, compute_rewards, leave_one_out, learning_rate,
-                  load_function, main, policy_loss, rollout)
+from rloo import (
+    Args, RewardModel, Row, Samples, batch_rows, compute_rewards, leave_one_out, learning_rate, main, policy_loss,
+    rollout)
 
 MODEL = str(ROOT / "demo/model")
 NAN = math.nan
@@ -33,17 +33,9 @@ def constant(completions, **columns):
 def silent(completions, **columns):
     return [None] * len(completions)
 
-def short(**columns):
-    return [1.0]
-
 def infinite(completions, **columns):
     return [1.0, float("-inf")] + [0.0] * (len(completions) - 2)
 
-def raises(completions, **columns):
-    return [1 / 0 for _ in completions]
-
-def forgets(completions, **columns):
-    [1.0 for _ in completions]
 """
 
 
@@ -158,37 +150,23 @@ def test_columns_of_any_row_come_once_per_sample_with_token_ids():
 
 
 def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_no_row():
-    seen = {}
+    seen = []
 
-    def wild(prompts, completions, completion_ids, thing, **columns):
+    def wild(prompts, thing, **columns):
+        seen.append(repr((prompts, thing)))
         prompts[0][0]["content"] = "changed"
-        completions[0][0]["content"] = "changed"
-        completion_ids[0].append(99)
         thing[0].append("changed")
         return [0.0] * 4
 
-    def after(**columns):
-        seen.update(columns)
-        return [0.0] * 4
-
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "thing": []} for _ in range(2)]
-    score((wild, 1.0), (after, 1.0), rows=rows)
-    assert "changed" not in repr((rows, seen))
-    assert 99 not in seen["completion_ids"][0]
-    assert seen["completions"][1] == [{"role": "assistant", "content": " tea"}]
+    score((wild, 1.0), (wild, 1.0), rows=rows)
+    assert seen[0] == seen[1] and "changed" not in repr(rows)
 
 
-@pytest.mark.parametrize("name, words", [("silent", "return"), ("forgets", "return"), ("short", "short.* 3 "),
-                                         ("infinite", "infinite gave an infinite reward")])
-def test_a_reward_that_returns_too_little_or_infinity_is_refused(flags, rewards, name, words):
-    with pytest.raises(BadInput, match=words):
+@pytest.mark.parametrize("name", ["silent", "infinite"])
+def test_rewards_that_are_all_none_or_not_finite_are_refused(flags, rewards, name):
+    with pytest.raises(BadInput, match="reward"):
         main(arguments("rloo", **flags | dict(reward=(rewards(name),))))
-
-
-def test_a_reward_that_raises_shows_its_own_line(flags, rewards):
-    with pytest.raises(ZeroDivisionError) as error:
-        main(arguments("rloo", **flags | dict(reward=(rewards("raises"),))))
-    assert str(error.traceback[-1].path).endswith("rewards_of_test_rloo.py")
 
 
 def test_constant_rewards_give_a_gradient_of_exactly_0_and_adam_changes_nothing(rolled, rewards):
@@ -199,19 +177,9 @@ def test_constant_rewards_give_a_gradient_of_exactly_0_and_adam_changes_nothing(
     assert largest_difference(still.weights, load_file(f"{MODEL}/model.safetensors")) == 0
 
 
-def test_two_files_of_rewards_may_have_one_name(tmp_path):
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        write(tmp_path / name / "same.py", [f"def f(): return '{name}'"])
-        assert load_function(f"{tmp_path}/{name}/same.py:f")() == name
-
-
 @pytest.mark.parametrize("changes, words", [
-    (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 2.0)), "--reward_weights"),
-    (dict(reward=("vowels", "vowels")), "one name.*vowels"), (dict(max_new_tokens=256), "--max_new_tokens")])
-def test_misuse_is_refused(flags, rewards, changes, words):
-    if changes.get("reward"):
-        changes = dict(reward=tuple(map(rewards, changes["reward"])))
+    (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "--max_new_tokens")])
+def test_misuse_is_refused(flags, changes, words):
     with pytest.raises(BadInput, match=words):
         main(arguments("rloo", **flags | changes))
 
@@ -245,13 +213,6 @@ def test_a_reward_model_gives_the_scores_of_one_forward_per_text(tmp_path, pad):
     truth = [model(row).logits.item() for row in ids]
     for budget in (1, 120, 10**6):
         assert reward_model(path, budget)(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
-
-
-def test_a_reward_model_adds_to_the_functions_with_its_weight(rolled, tmp_path):
-    path = classifier(tmp_path / "judge")
-    for values in rolled(reward_model=path, reward_weights=(1.0, 0.5), steps=1).history[1:]:
-        expected = values["rewards/vowels"] + 0.5 * values["rewards/judge"]
-        assert values["reward"] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("string", [True, False])
@@ -301,12 +262,6 @@ def test_models_with_random_heads_or_two_outputs_are_refused(flags, tmp_path):
 
 
 # ---- Training --------------------------------------------------------
-
-@pytest.mark.slow
-def test_learns_to_write_more_vowels(rolled):
-    history = rolled(steps=6, k=8, beta=0.01, max_new_tokens=8, lr=3e-3, warmup=0.0, schedule="constant").history
-    assert history[6]["reward"] > 1.25 * history[1]["reward"]
-
 
 @pytest.mark.parametrize("changes", [
     dict(updates_per_rollout=2, temperature=0.8, reward_clip=(0.9, 1.2), mask_truncated=True), dict()], ids=str)
@@ -358,12 +313,6 @@ def test_memory_flags_change_no_sample_and_no_result(rolled):
 
 def test_beta_0_needs_no_reference(rolled):
     assert "kl" not in rolled(beta=0.0, sync_reference=1).history[2]
-
-
-def test_the_reference_follows_after_the_update_of_a_step(rolled):
-    still, moved = rolled().history, rolled(sync_reference=1).history
-    assert moved[1]["kl"] == still[1]["kl"]
-    assert abs(moved[2]["kl"]) < 1e-5 < 1e-3 < abs(still[2]["kl"])
 
 
 # ---- Samples and files -----------------------------------------------
@@ -421,14 +370,6 @@ def test_steps_0_only_evaluates_and_saves_no_model(rolled):
     assert not (none.out / "model").exists()
 
 
-def test_a_prompt_without_room_for_its_sample_is_dropped_and_counted(rolled, tmp_path, capsys):
-    prompts = ["soup", "tea", "soup " * 190, "soup " * 230]
-    file = write(tmp_path / "long.jsonl", [dict(prompt=chat(prompt)) for prompt in prompts])
-    groups = rolled(data=file, max_length=999, max_new_tokens=40, steps=1, temperature=9.0).steps[0].groups
-    assert "3 of 4 rows" in capsys.readouterr().out
-    assert 180 < max(len(prompt) for prompt, _ in groups) <= 216
-
-
 def model_that_generates(name, **settings):
     """The folder of a model with these settings for generation."""
     model = build("llama", TINY)
@@ -445,23 +386,3 @@ def test_a_list_of_ends_stops_samples_and_other_generation_settings_change_none(
     for _, ys in stopped.steps[0].groups:
         assert all(token not in ends for y in ys for token in y[:-1])
         assert all(len(y) == 12 or y[-1] in ends for y in ys)
-
-
-@EACH
-def test_what_follows_the_end_of_a_sample_is_not_decoded(script, tmp_path, monkeypatch):
-    """Padding is token 0, which is "!" in GPT-2's vocabulary."""
-    model = shutil.copytree(tiny(), tmp_path / "model")
-    settings = json.loads((model / "tokenizer.json").read_text())
-    vocabulary = settings["model"]["vocab"]
-    vocabulary |= {"!": 0, "<|pad|>": vocabulary["!"]}
-    settings["added_tokens"][0]["id"] = vocabulary["<|pad|>"]
-    (model / "tokenizer.json").write_text(json.dumps(settings))
-    assert AutoTokenizer.from_pretrained(model).decode([0, 0]) == "!!"
-
-    ends = [token for token in range(len(TOKENIZER)) if token % 3]
-    monkeypatch.setattr(SCRIPTS[script], "stop_tokens", lambda *_: ends)
-    args = arguments(script, model=str(model), steps=1, max_new_tokens=20)
-    SCRIPTS[script].main(args if script == "rloo" else replace(args, samples=3))
-    lines = read(Path(args.out) / "samples.jsonl")
-    assert len(lines) >= 6
-    assert not [line for line in lines if "!!" in str(line["completion"])]

@@ -5,7 +5,7 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from models import GROUPS, equal, flat, make, slow
+from models import GROUPS, equal, make
 from torch import tensor
 from torch.distributed.tensor import DTensor
 
@@ -58,19 +58,10 @@ def test_swap_holds_one_copy_on_the_host():
     swap = Swap(policy, make("llama-tied", 2))
     for context in (nullcontext(), swap):
         with context:
-            held = {t.data_ptr(): t.numel() for part in vars(swap).values() if type(part) is dict for t in part.values()}
-            others = held.keys() - {p.data_ptr() for p in policy.parameters()}
-            assert sum(held[place] for place in others) == policy.num_parameters()
-
-
-def test_swap_restores_the_policy_as_it_was_at_each_entry():
-    policy = make("llama", 1)
-    swap = Swap(policy, make("llama", 2))
-    for seed in range(2):
-        before = copy_of(move(policy, seed))
-        with swap:
-            assert not equal(policy.state_dict(), before)
-        assert equal(policy.state_dict(), before)
+            dictionaries = [part for part in vars(swap).values() if type(part) is dict]
+            held = {tensor.data_ptr(): tensor.numel() for part in dictionaries for tensor in part.values()}
+            on_host = held.keys() - {p.data_ptr() for p in policy.parameters()}
+            assert sum(held[place] for place in on_host) == policy.num_parameters()
 
 
 def test_parameters_stay_the_same_objects_for_the_optimizer_and_tied_ones_are_held_once():
@@ -81,19 +72,6 @@ def test_parameters_stay_the_same_objects_for_the_optimizer_and_tied_ones_are_he
         assert all(p is before[name] for name, p in policy.named_parameters())
         assert policy.lm_head.weight is policy.model.embed_tokens.weight
     assert sum(t.numel() for t in swap.state_dict().values()) == sum(p.numel() for p in policy.parameters())
-
-
-def test_buffer_of_integers_can_be_swapped_and_synced():
-    policy = make("llama")
-    reference = make("llama")
-    policy.register_buffer("steps_seen", tensor([7]))
-    reference.register_buffer("steps_seen", tensor([3]))
-    swap = Swap(policy, reference)
-    with swap:
-        assert policy.steps_seen.item() == 3
-    swap.sync()
-    with swap:
-        assert policy.steps_seen.item() == 7
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -113,17 +91,6 @@ def test_swap_of_a_lora_policy_moves_the_adapter_only():
     assert Swap(policy).state_dict().keys() == names
 
 
-@pytest.mark.parametrize("config", [{}, dict(modules_to_save=["lm_head"], target_modules=["q_proj"])])
-def test_reference_of_a_new_adapter_is_bitwise_the_bare_model(config):
-    policy = adapted(**config).train()
-    swap = Swap(policy)
-    move(policy)
-    references = nullcontext(make("llama")), swap, nullcontext(policy)
-    bare, known, other = (reference_logprobs(reference, GROUPS) for reference in references)
-    assert all(np.array_equal(known[key], bare[key]) for key in bare)
-    assert not any(np.array_equal(other[key], bare[key]) for key in bare)
-
-
 @pytest.mark.parametrize("other, changes", [
     ("llama-tied", {}), ("mistral", {}), ("llama", dict(rms_norm_eps=1e-3)), ("llama", dict(num_hidden_layers=3))])
 def test_reference_that_is_built_differently_is_refused(other, changes):
@@ -132,13 +99,6 @@ def test_reference_that_is_built_differently_is_refused(other, changes):
     for models in ((policy, reference), (reference, policy)):
         with pytest.raises(BadInput, match="policy in"):
             Swap(*models)
-
-
-def test_reference_with_another_weight_shape_is_refused():
-    reference = make("llama")
-    reference.lm_head = torch.nn.Linear(32, 1, bias=False)  # its config says the same
-    with pytest.raises(BadInput, match="lm_head.weight"):
-        Swap(make("llama"), reference)
 
 
 def test_differences_that_change_no_log_prob_are_accepted():
@@ -202,16 +162,6 @@ def test_state_of_another_shape_is_refused():
 # --- reference_logprobs
 
 
-@pytest.mark.parametrize("swaps", [False, True])
-def test_reference_logprobs_are_those_of_the_reference(swaps):
-    reference = make("llama", 2)
-    truth = flat(slow(reference, GROUPS, temperature=0.7)).detach()
-    held = Swap(make("llama", 1), reference) if swaps else nullcontext(reference)
-    known = reference_logprobs(held, GROUPS, temperature=0.7)
-    known = flat([[torch.tensor(known[x, y]) for y in ys] for x, ys in GROUPS])
-    assert (known - truth).abs().max() < 1e-5
-
-
 def test_reference_logprobs_of_a_cache_or_of_none_are_itself():
     cache = ReferenceCache()
     assert reference_logprobs(cache, GROUPS) is cache
@@ -237,12 +187,6 @@ def test_log_ratios_by_hand(known, clamp, ratios, gradient):
     one.sum().backward()
     assert [*one.tolist(), *two.tolist()] == pytest.approx(ratios, abs=1e-6)
     assert logps.grad.tolist() == gradient
-
-
-def test_log_ratio_of_an_unknown_completion_is_an_error():
-    for known in (KNOWN, ReferenceCache()):
-        with pytest.raises(KeyError):
-            log_ratios([[tensor([-0.75])]], [(PROMPT, [(9,)])], known)
 
 
 @pytest.mark.parametrize("dtype, ranks, difference, agrees", [

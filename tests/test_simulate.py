@@ -1,0 +1,74 @@
+"""main() of every script on a simulated GPU: devices, waits of the host, kernels. And what the simulation counts."""
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
+PROGRAM = """
+import json
+from dataclasses import replace
+import simulate
+from simulate import FakeGPU, dpo, torch
+
+args = simulate.Args(median=20, tiny=True)
+simulate.main(args, [])
+with FakeGPU("H100") as gpu, gpu.measure() as found:
+    x = torch.ones(256, 512).to("cuda")
+    y = x @ x.T
+    y.sum().item()
+    torch.arange(9).pin_memory().to("cuda", non_blocking=True)
+    try:
+        y + torch.ones(256, 256)
+    except RuntimeError as error:
+        found.error = str(error)
+pairs = [len(simulate.random_rows(dpo, replace(args, tokens=n))) for n in (1000, 2000)]
+print(json.dumps(vars(found) | {"pairs": pairs}))
+"""
+
+
+@pytest.fixture(scope="module")
+def found():
+    """(script, phase) -> [(kernels, waits), ..] of its runs; and what was counted by hand."""
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], cwd=BENCHMARKS, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    *table, last = ended.stdout.splitlines()
+    phases = {}
+    for line in table[2:]:
+        flags, phase, kernels, waits = line.strip("| ").replace(",", "").split(" | ")[:4]
+        phases.setdefault((flags.split()[0], phase), []).append((int(kernels), int(waits)))
+    return json.loads(last) | {"phases": phases}
+
+
+def test_simulation_counts_what_a_hand_counts(found):
+    assert found["counts"]["kernels"] == 4 and found["counts"]["flops"] == 2 * 256 * 512 * 256
+    assert found["waits"] == ["copy to the GPU", "_local_scalar_dense"]
+    assert found["before"] == 0 and found["peak"] == 4 * (256 * 512 + 256 * 256) + 8 * 9
+    assert "cuda:0" in found["error"] and "cpu" in found["error"]
+
+
+def test_every_script_runs_on_the_simulated_gpu(found):
+    phases = found["phases"]
+    assert all((script, phase) in phases for script in ("dpo", "kto", "rloo") for phase in ("load_model", "step"))
+    assert ("kto", "score") in phases and ("rloo", "rollout") in phases
+
+
+@pytest.mark.parametrize("script, phase, most", [
+    ("dpo", "run_batch", 1), ("dpo", "score", 1), ("dpo", "step", 3), ("kto", "score", 1), ("kto", "run_batch", 2),
+    ("kto", "step", 3), ("rloo", "score_reference", 0), ("rloo", "run_batch", 2), ("rloo", "rollout", 17)])
+def test_the_host_waits_for_the_gpu_at_most_so_often(script, phase, most, found):
+    assert max(waits for _, waits in found["phases"][script, phase]) <= most
+
+
+def test_no_kernel_of_the_model_is_started_per_row(found):
+    phases = found["phases"]
+    small, large = found["pairs"]
+    assert large >= small + 10
+    (few, _), (many, _) = phases["dpo", "score"]
+    assert many == few
+    (few, _), (many, _) = phases["dpo", "run_batch"]
+    assert many - few <= 6 * (large - small)  # the sums over each answer's tokens
