@@ -151,7 +151,7 @@ def test_another_number_of_weights_than_tokens_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("loss, tokens", [("aot", 1), ("aot_unpaired", 1), ("aot", 10_000)])
-def test_aot_compares_the_sorted_batch_under_any_micro_batching(monkeypatch, loss, tokens):
+def test_aot_sorts_the_batch_under_any_micro_batching(monkeypatch, loss, tokens):
     losses = watch(monkeypatch, "aot", aot(loss, load()))
     run("aot", beta=0.3, loss=(loss,), tokens_per_forward=tokens)
     assert len(losses) == 3
@@ -199,7 +199,7 @@ def test_ema_saves_the_average():
         assert torch.allclose(average, expected, atol=1e-6)
 
 
-def test_reward_model_learns_from_pairs_and_scores_in_rloo(monkeypatch):
+def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
     def score(model, ids):
         return model(tensor([ids])).logits[0, 0]
 
@@ -213,7 +213,7 @@ def test_reward_model_learns_from_pairs_and_scores_in_rloo(monkeypatch):
     rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args())
     prompts, answers = ([row.columns[name] for row in rows] for name in ("prompt", "chosen"))
     expected = [score(judge.model, row.prompt + row.chosen).item() for row in rows]
-    assert judge(prompts, answers, [True] * len(rows)) == pytest.approx(expected, abs=1e-5) and len(losses) == 3
+    assert judge(prompts, answers, [True] * 12) == pytest.approx(expected, abs=1e-5) and len(losses) == 3
     with pytest.raises(BadInput, match="adapter"):
         changed("reward_model").load_model(tiny(), "cpu", rloo.Args(lora_r=4), trains=True)
 
@@ -247,8 +247,8 @@ def watch_samples(monkeypatch, name, formula, beta):
 
     def watched_rollout(policy, tokenizer, prompts, k, *rest):
         samples = rollout(policy, tokenizer, prompts, k, *rest)
-        if len(prompts) != 4:
-            return samples  # of an evaluation
+        if k == 1:  # an evaluation
+            return samples
         noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
         samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # of another sampler
         for (prompt, ys), logps in zip(samples.groups, samples.logps):
@@ -257,7 +257,7 @@ def watch_samples(monkeypatch, name, formula, beta):
         return samples
 
     def crafted_rewards(samples, *rest):
-        if len(samples.groups) != 4:
+        if len(samples.groups) < 4:
             return compute_rewards(samples, *rest)
         for (prompt, _), rewards, ended in zip(samples.groups, SCORES.tolist(), samples.ended):
             for y, reward, has_ended in zip(known[prompt], rewards, ended):
