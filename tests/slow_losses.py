@@ -1,12 +1,22 @@
 """The formulas of changes/ as plain loops. A pair is w, l, ref_w, ref_l: log-probs of tokens, of the policy and of the
 reference. A sample y has y.logp, y.old, y.ref, y.sampler: log-probs of tokens, and y.reward: NaN if it is left out. A
 batch is a list of prompts, which are lists of samples."""
+from functools import cache
 from math import isnan
 from statistics import mean, pstdev, stdev
 
 import torch
-from models import logp
+from models import build, logp
+from runs import TINY, TOKENIZER, save
 from torch import log1p, tensor
+
+
+@cache
+def model_with_many_ends():
+    """Its samples have different lengths."""
+    model = build("llama", TINY)
+    model.generation_config.eos_token_id = list(range(0, len(TOKENIZER), 5))
+    return save(model, "many ends")
 
 
 # ---- Pairs -----------------------------------------------------------
@@ -31,6 +41,19 @@ def dpop(w, l, ref_w, ref_l, *_):
 def token_weights(w, l, ref_w, ref_l, *_):
     weighted = [sum(t % 3 * (a - b) for t, (a, b) in enumerate(zip(y, ref))) for y, ref in ((w, ref_w), (l, ref_l))]
     return dpo_loss(0.3 * (weighted[0] - weighted[1]))
+
+
+def coins(x, y):
+    """KL between two coins, heads with σ(x) and with σ(y)."""
+    p, q = (1 / (1 + torch.exp(-z)) for z in (x, y))
+    return p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q))
+
+
+def rpo(distance):
+    def loss(w, l, ref_w, ref_l, row, policy):
+        delta = row.columns["chosen_reward"] - float(row.columns["rejected_reward"])
+        return distance(0.3 * (ratio(w, ref_w) - ratio(l, ref_l)), tensor(delta))
+    return loss
 
 
 def f_divergence(f_prime):
