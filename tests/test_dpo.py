@@ -152,6 +152,14 @@ def test_steps_0_only_fills_the_cache(script, monkeypatch):
     assert len(SCRIPTS[script].main(replace(args, steps=1, samples=0))) == 2, "the same folder goes on"
 
 
+@BOTH
+def test_only_what_the_run_needs_is_scored(run, script):
+    """Of 12 rows those of two steps, and 3 held-out ones; two answers each."""
+    cache = ReferenceCache()
+    cache.load(run(script, steps=2, batch_size=2).out / "reference_logprobs.pkl")
+    assert len(cache) == 2 * (2 * 2 + 3)
+
+
 def test_cache_of_other_numbers_stops_the_run_at_step_1(tmp_path):
     args = arguments(ref_cache=f"{tmp_path}/lies.pkl")
     model = AutoModelForCausalLM.from_pretrained(tiny())

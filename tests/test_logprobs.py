@@ -131,28 +131,17 @@ def test_prompt_is_encoded_once_and_nothing_is_padded():
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
-def test_head_sees_completion_tokens_only_and_no_more_than_head_bytes(name, monkeypatch):
+@pytest.mark.parametrize("at_once, rows", [(28, [28]), (27, [27, 1]), (7, [7] * 4)])
+def test_head_sees_completion_tokens_only_and_keeps_no_logits_beyond_head_bytes(name, at_once, rows, monkeypatch):
     model = make(name)
     enable_shared_prompts(model)
-    rows = []
-    model.lm_head.register_forward_hook(lambda _, args, out: rows.append(args[0].numel() // 32))
-    monkeypatch.setattr(refcache, "HEAD_BYTES", 16 * 7 * 97 * 4)
-    with torch.no_grad():
-        completion_logprobs(model, GROUPS)
-    assert rows == [7] * 4, "the completions have 28 tokens"
-
-
-@pytest.mark.parametrize("fit", [False, True])
-def test_logits_beyond_head_bytes_are_not_kept_for_the_backward(fit, monkeypatch):
-    model = make("llama")
-    enable_shared_prompts(model)
-    tokens = 28 if fit else 27  # of the completions
-    monkeypatch.setattr(refcache, "HEAD_BYTES", 16 * tokens * 97 * 4)
-    widths = []
+    seen, widths = [], []
+    model.lm_head.register_forward_hook(lambda _, args, out: seen.append(args[0].numel() // 32))
+    monkeypatch.setattr(refcache, "HEAD_BYTES", 16 * at_once * 97 * 4)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: widths.append(x.shape[-1:]) or x, lambda x: x):
         completion_logprobs(model, GROUPS)
-    assert widths
-    assert ((97,) in widths) == fit
+    assert seen == rows, "the completions have 28 tokens"
+    assert widths and ((97,) in widths) == (rows == [28])
 
 
 def test_pack_by_hand():
