@@ -80,7 +80,7 @@ class Args:
     as_chat: bool = False  # strings become messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
-    out: str = "out/dpo"  # folder of the run
+    out: str = f"out/{Path(__file__).stem}"  # folder of the run
 
     ref: Literal["cache", "swap", "live", "none"] = "cache"  # see README; none: π_ref = 1
     ref_model: str | None = None  # None: the policy before training

@@ -5,7 +5,7 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     ρ = log π(y|x) − log π_ref(y|x)          z = max(0, mean over the batch of log π(y'|x) − log π_ref(y'|x))
     L(θ) = E  λ_D (1 − σ(β (ρ − z)))   if y is desirable,      λ_U (1 − σ(β (z − ρ)))   if not
 
-    python kto.py  # the demo: offline, under a minute
+    python kto.py  # the demo: under a minute
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen
 
 z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws it in each batch;
@@ -76,7 +76,7 @@ class Args:
     as_chat: bool = False  # strings become messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
-    out: str = "out/kto"  # folder of the run
+    out: str = f"out/{Path(__file__).stem}"  # folder of the run
 
     ref: Literal["cache", "swap", "live"] = "cache"  # see README
     ref_model: str | None = None  # None: the policy before training
@@ -160,7 +160,7 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     completion: tuple[int, ...]
     is_desirable: bool
-    other: tuple[int, ...]  # y', an answer to another prompt; () if the loss needs none
+    other: tuple[int, ...]  # y', of another prompt; () if the loss needs none
     columns: dict  # of the file
 
 

@@ -5,7 +5,7 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     (1)   ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x), y_i ~ π(·|x)
     (2)   R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
 
-    python rloo.py  # the demo: offline
+    python rloo.py  # the demo
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful
 
 A prompt is encoded once for its k samples. A killed run resumes if its command is repeated.
@@ -80,7 +80,7 @@ class Args:
     as_chat: bool = False  # strings become messages of a user and an assistant
     chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of a prompt; longer ones are dropped and counted
-    out: str = "out/rloo"  # folder of the run
+    out: str = f"out/{Path(__file__).stem}"  # folder of the run
 
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed
     reward_model: str | None = None  # classifier with one output: folder or hub name
