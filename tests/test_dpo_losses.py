@@ -93,17 +93,6 @@ def test_a_loss_that_is_not_defined_is_refused_before_anything_is_loaded(loss, e
 
 # ---- Metrics ---------------------------------------------------------
 
-@pytest.mark.parametrize("weights", [(), (0.8, 0.3, 1.0)])
-def test_several_losses_are_added_with_their_weights(weights):
-    """As in MPO, arXiv:2411.10442."""
-    names = ("sigmoid", "bco_pair", "sft")
-    found = metrics(PAIRS, dpo.replace(ARGS, loss=names, loss_weights=weights))["loss"]
-    expected = 0
-    for weight, name in zip(weights or (1, 1, 1), names):
-        expected = expected + weight * preference_loss(name, *PAIRS, **OPTIONS)
-    assert found.tolist() == pytest.approx(expected.tolist()) and found.shape == (2,)
-
-
 def test_metrics_by_hand():
     values = metrics(PAIRS._replace(ratio_w=tensor([2.0, 0.0]), ratio_l=tensor([-1.0, 0.0])), Args(beta=BETA))
     expected = {"rewards/chosen": [0.4, 0.0], "rewards/rejected": [-0.2, 0.0], "rewards/margins": [0.6, 0.0],

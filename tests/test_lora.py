@@ -85,16 +85,6 @@ def test_an_sft_adapter_of_any_kind_is_the_reference_trains_and_is_saved(config,
     assert difference(load(tmp_path / "model"), policy) < 1e-5, "a later run can start from it"
 
 
-def test_the_cache_of_an_adapter_is_refused_for_another_one_and_for_another_base(run):
-    one = adapt("one")
-    two = adapt("two", seed=1)
-    shared = f"{FOLDER.name}/shared.pkl"
-    run(model=two, ref_cache=shared, steps=1)
-    for changes in (dict(model=one), LORA):
-        with pytest.raises(BadInput, match="reference"):
-            run(ref_cache=shared, steps=1, **changes)
-
-
 # ---- What trains and what is saved -----------------------------------
 
 

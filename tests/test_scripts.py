@@ -125,11 +125,6 @@ def test_out_of_memory_names_the_flag_to_lower_and_exits_with_2(tmp_path, capsys
     assert "--tokens_per_forward" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("flags", [["--loss", "nonsense"], ["--unknown_flag", "1"], ["--steps", "many"]])
-def test_wrong_flags_are_refused_by_the_parser(flags):
-    assert command_line("dpo", *flags) == 2
-
-
 @EACH
 def test_demo_is_found_from_every_folder_and_keeps_the_flags_that_are_given(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
