@@ -68,7 +68,7 @@ def random_rows(script, args: Args) -> list:
         lengths = args.median * rng.lognormal(0, 0.5, 3).clip(0.1, 4)
         x, y, z = ((len(rows) + i,) * int(length) for i, length in enumerate(lengths))
         tokens += len(x) if script is rloo else len(x + y + z)
-        if tokens > args.tokens * args.forwards * args.processes:
+        if tokens > 0.95 * args.tokens * args.forwards * args.processes:  # packed, they fill so many forwards
             return rows
         values = dict(prompt=x, chosen=y, rejected=z, completion=y, other=z, is_desirable=len(rows) % 2 == 0,
                       columns={"prompt": ""})
