@@ -34,13 +34,21 @@ def orpo(w, l, *_):
     return -w.mean() + 0.3 * log1p(odds_l / odds_w)
 
 
+def margin(w, l, ref_w, ref_l):
+    return 0.3 * (ratio(w, ref_w) - ratio(l, ref_l))
+
+
 def dpop(w, l, ref_w, ref_l, *_):
-    return dpo_loss(0.3 * (ratio(w, ref_w) - ratio(l, ref_l) - 5 * max(tensor(0.0), -ratio(w, ref_w))))
+    return dpo_loss(margin(w, l, ref_w, ref_l) - 1.5 * max(tensor(0.0), -ratio(w, ref_w)))
 
 
-def token_weights(w, l, ref_w, ref_l, *_):
-    weighted = [sum(t % 3 * (a - b) for t, (a, b) in enumerate(zip(y, ref))) for y, ref in ((w, ref_w), (l, ref_l))]
-    return dpo_loss(0.3 * (weighted[0] - weighted[1]))
+def weighted(weight_of):
+    """The tokens' log-ratios are multiplied by weight_of(token's number, length of the shorter answer)."""
+    def loss(w, l, ref_w, ref_l, *_):
+        shorter = min(len(w), len(l))
+        weights = [tensor([float(weight_of(t, shorter)) for t in range(len(y))]) for y in (w, l)]
+        return dpo_loss(margin(w * weights[0], l * weights[1], ref_w * weights[0], ref_l * weights[1]))
+    return loss
 
 
 def coins(x, y):
@@ -52,20 +60,13 @@ def coins(x, y):
 def rpo(distance):
     def loss(w, l, ref_w, ref_l, row, policy):
         delta = row.columns["chosen_reward"] - float(row.columns["rejected_reward"])
-        return distance(0.3 * (ratio(w, ref_w) - ratio(l, ref_l)), tensor(delta))
+        return distance(margin(w, l, ref_w, ref_l), tensor(delta))
     return loss
 
 
 def f_divergence(f_prime):
     return lambda w, l, ref_w, ref_l, *_: dpo_loss(
         0.3 * (f_prime(torch.exp(ratio(w, ref_w))) - f_prime(torch.exp(ratio(l, ref_l)))))
-
-
-def ld_dpo(w, l, ref_w, ref_l, *_):
-    weighted = []
-    for y, ref in ((w, ref_w), (l, ref_l)):
-        weighted.append(sum((a - b) * (1 if t < min(len(w), len(l)) else 0.5) for t, (a, b) in enumerate(zip(y, ref))))
-    return dpo_loss(0.3 * (weighted[0] - weighted[1]))
 
 
 def alpha_po(w, l, *_):
@@ -79,29 +80,30 @@ def wpo(w, l, ref_w, ref_l, row, policy):
         logits = policy(tensor([row.prompt + tokens])).logits[0, len(row.prompt) - 1:-1]
         squares = (logits.softmax(-1) ** 2).sum(-1)
         weight = weight * torch.exp((y - squares.log()).mean()).detach()
-    return weight * dpo_loss(0.3 * (ratio(w, ref_w) - ratio(l, ref_l)))
+    return weight * plain(w, l, ref_w, ref_l)
 
 
 def plain(w, l, ref_w, ref_l, *_):
-    return dpo_loss(0.3 * (ratio(w, ref_w) - ratio(l, ref_l)))
+    return dpo_loss(margin(w, l, ref_w, ref_l))
+
+
+def logps_of(model, row, trains=True):
+    with torch.set_grad_enabled(trains):
+        return [logp(model, row.prompt, y) for y in (row.chosen, row.rejected)]
 
 
 def of_pairs(formula, reference):
     """The mean over pairs, each row in a forward of its own."""
     def slow_loss(policy, rows, *_):
-        losses = []
-        for row in rows:
-            w, l = (logp(policy, row.prompt, y) for y in (row.chosen, row.rejected))
-            ref_w, ref_l = (logp(reference, row.prompt, y).detach() for y in (row.chosen, row.rejected))
-            losses.append(formula(w, l, ref_w, ref_l, row, policy))
+        losses = [formula(*logps_of(policy, row), *logps_of(reference, row, False), row, policy) for row in rows]
         return sum(losses) / len(rows)
     return slow_loss
 
 
 def aot(loss, reference):
     def slow_loss(policy, rows, *_):
-        logps = [[logp(policy, row.prompt, y).sum() for y in (row.chosen, row.rejected)] for row in rows]
-        refs = [[logp(reference, row.prompt, y).sum().detach() for y in (row.chosen, row.rejected)] for row in rows]
+        logps, refs = ([[y.sum() for y in logps_of(model, row, model is policy)] for row in rows]
+                       for model in (policy, reference))
         if loss == "aot":
             better, worse = [w - l for w, l in logps], [w - l for w, l in refs]
         else:
@@ -113,7 +115,7 @@ def aot(loss, reference):
 # ---- Samples ---------------------------------------------------------
 
 def clipped(r, advantage, low=0.2, high=0.2):
-    return min(r * advantage, r.clamp(1 - low, 1 + high) * advantage)
+    return torch.min(r * advantage, r.clamp(1 - low, 1 + high) * advantage)
 
 
 def centered(rewards, divide=lambda known: 1.0):
@@ -148,14 +150,6 @@ def grpo(batch, beta):
     return loss / sum(map(len, batch))
 
 
-def dr_grpo(batch, beta):
-    loss = 0
-    for prompt in batch:
-        for y, advantage in zip(prompt, centered(penalized(prompt, beta))):
-            loss = loss - sum(clipped(r, advantage) for r in torch.exp(y.logp - y.old)) / 6
-    return loss / sum(map(len, batch))
-
-
 def over_tokens(gain):
     """The mean over the tokens of a batch, with GRPO's advantages."""
     def loss(batch, beta):
@@ -168,14 +162,18 @@ def over_tokens(gain):
 
 
 def over_samples(advantages_of, ratio_of=lambda y: torch.exp(sum(y.logp - y.old)), weight_of=lambda y: 1.0):
-    """The mean over samples of a clipped loss per sample."""
+    """The mean over samples of a clipped loss per sample, or of the sum over its tokens."""
     def loss(batch, beta):
         total = 0
         for prompt in batch:
             for y, advantage in zip(prompt, advantages_of(prompt, beta)):
-                total = total - clipped(ratio_of(y), advantage) * weight_of(y)
+                total = total - clipped(ratio_of(y), advantage).sum() * weight_of(y)
         return total / sum(map(len, batch))
     return loss
+
+
+def dr_grpo_advantages(prompt, beta):
+    return centered(penalized(prompt, beta))
 
 
 def gspo_advantages(prompt, beta):
@@ -235,9 +233,10 @@ def online_dpo(batch, beta):
 
 
 FORMULAS = {
-    "grpo": grpo, "dr_grpo": dr_grpo, "online_dpo": online_dpo, "reinforce_pp": reinforce_pp,
+    "grpo": grpo, "online_dpo": online_dpo, "reinforce_pp": reinforce_pp,
     "dapo": over_tokens(lambda a, r, advantage: clipped(r, advantage, 0.2, 0.28)),
     "cispo": over_tokens(lambda a, r, advantage: r.clamp(max=1.2).detach() * advantage * a),
+    "dr_grpo": over_samples(dr_grpo_advantages, lambda y: torch.exp(y.logp - y.old), lambda y: 1 / 6),
     "gspo": over_samples(gspo_advantages, lambda y: torch.exp((y.logp - y.old).mean())),
     "max_rl": over_samples(max_rl_advantages),
     "tis": over_samples(rloo_advantages, weight_of=lambda y: min(2.0, torch.exp(sum(y.old - y.sampler)))),

@@ -16,8 +16,8 @@ import tyro
 from models import gradient, logp
 from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of
 from slow_losses import (
-    FORMULAS, alpha_po, aot, coins, dpo_loss, dpop, f_divergence, ld_dpo, model_with_many_ends, of_pairs, orpo, plain,
-    ppo, rpo, token_weights, tokens_of, wpo)
+    FORMULAS, alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, ppo, rpo,
+    tokens_of, weighted, wpo)
 from torch import tensor
 
 import dpo
@@ -115,20 +115,17 @@ def run(name, **flags):
 # ---- Pairs -----------------------------------------------------------
 
 @pytest.mark.parametrize("name, formula, flags", [
-    ("orpo", orpo, {}), ("dpop", dpop, {}), ("ld_dpo", ld_dpo, {}), ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
+    ("orpo", orpo, {}), ("dpop", dpop, {}), ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
+    ("ld_dpo", weighted(lambda t, shorter: 1 if t < shorter else 0.5), {}),
     ("f_divergence", f_divergence(lambda r: -1 / r), dict(divergence="forward_kl")),
     ("f_divergence", f_divergence(lambda r: torch.log(2 * r / (1 + r))), {}),
-    ("f_divergence", f_divergence(lambda r: (1 - r ** -0.2) / 0.2), dict(divergence="alpha", alpha=0.2))])
+    ("f_divergence", f_divergence(lambda r: (1 - r ** -0.2) / 0.2), dict(divergence="alpha", alpha=0.2)),
+    ("token_weights", weighted(lambda t, shorter: t % 3), {}), ("rpo", rpo(coins), dict(distance="fwd_kl")),
+    ("rpo", rpo(lambda m, d: (m - d) ** 2), dict(distance="sq")), ("rpo", rpo(lambda m, d: coins(d, m)), {}),
+    ("aot", "aot", dict(tokens_per_forward=1)), ("aot", "aot", dict(tokens_per_forward=10_000)),
+    ("aot", "aot_unpaired", dict(tokens_per_forward=1, loss=("aot_unpaired",)))])
 def test_loss_of_pairs(monkeypatch, name, formula, flags):
-    losses = watch(monkeypatch, name, of_pairs(formula, load()))
-    run(name, beta=0.3, **flags)
-    assert len(losses) == 3
-
-
-@pytest.mark.parametrize("name, formula, flags", [
-    ("token_weights", token_weights, {}), ("rpo", rpo(lambda m, d: (m - d) ** 2), dict(distance="sq")),
-    ("rpo", rpo(lambda m, d: coins(d, m)), {}), ("rpo", rpo(coins), dict(distance="fwd_kl"))])
-def test_loss_of_pairs_with_columns(monkeypatch, name, formula, flags):
+    """AOT compares the sorted batch under any micro-batching."""
     encode = changed(name).encode
 
     def with_columns(*inputs):
@@ -138,7 +135,8 @@ def test_loss_of_pairs_with_columns(monkeypatch, name, formula, flags):
                 "chosen_weights": w, "rejected_weights": l, "chosen_reward": sum(w) / 9, "rejected_reward": "0.2"}
 
     monkeypatch.setattr(changed(name), "encode", with_columns)
-    losses = watch(monkeypatch, name, of_pairs(formula, load()))
+    slow_loss = aot(formula, load()) if name == "aot" else of_pairs(formula, load())
+    losses = watch(monkeypatch, name, slow_loss)
     run(name, beta=0.3, **flags)
     assert len(losses) == 3
 
@@ -148,13 +146,6 @@ def test_another_number_of_weights_than_tokens_is_refused(monkeypatch):
     monkeypatch.setattr(changed("token_weights"), "encode", lambda *_: [row])
     with pytest.raises(BadInput, match="2 chosen_weights for 1 tokens"):
         run("token_weights")
-
-
-@pytest.mark.parametrize("loss, tokens", [("aot", 1), ("aot_unpaired", 1), ("aot", 10_000)])
-def test_aot_sorts_the_batch_under_any_micro_batching(monkeypatch, loss, tokens):
-    losses = watch(monkeypatch, "aot", aot(loss, load()))
-    run("aot", beta=0.3, loss=(loss,), tokens_per_forward=tokens)
-    assert len(losses) == 3
 
 
 def test_iterative_dpo_trains_on_the_best_and_the_worst_answer(monkeypatch):

@@ -2,6 +2,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from models import build, logp
-from runs import ROOT, TINY, TOKENIZER, arguments, data, save, tiny, without_speed
-from safetensors.torch import load_file
+from runs import FOLDER, ROOT, TINY, TOKENIZER, arguments, data, distance, save, tiny, weights_of, without_speed
 from torch import tensor
 from transformers import (
     AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForSequenceClassification)
@@ -24,7 +24,7 @@ from rloo import (
 MODEL = str(ROOT / "demo/model")
 NAN = math.nan
 REWARDS = """
-def vowels(prompts, completions, **columns):
+def vowels(completions, **columns):
     return [sum(x in "aeiou" for x in (y if isinstance(y, str) else y[-1]["content"])) / 10 for y in completions]
 
 def constant(completions, **columns):
@@ -35,7 +35,6 @@ def silent(completions, **columns):
 
 def infinite(completions, **columns):
     return [1.0, float("-inf")] + [0.0] * (len(completions) - 2)
-
 """
 
 
@@ -53,57 +52,42 @@ def read(path):
         return [json.loads(line) for line in file]
 
 
-@pytest.fixture(scope="module")
-def rewards(tmp_path_factory):
-    """rewards(name) -> FILE.py:name"""
-    file = write(tmp_path_factory.mktemp("rewards") / "rewards_of_test_rloo.py", [REWARDS])
-    return lambda name: f"{file}:{name}"
+FILE = write(Path(FOLDER.name) / "rewards_of_test_rloo.py", [REWARDS])
+FLAGS = dict(model=MODEL, reward=(f"{FILE}:vowels",), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=12)
+
+
+def chat(text, role="user"):
+    return [{"role": role, "content": text}]
 
 
 @pytest.fixture(scope="module")
-def flags(rewards):
-    return dict(model=MODEL, reward=(rewards("vowels"),), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=12)
-
-
-@pytest.fixture(scope="module")
-def rolled(flags):
+def rolled():
     """rolled(**changes) -> metrics, weights and samples of a run. Tests share runs with the same changes."""
-    known = {}
+    @cache
+    def run(changes):
+        args = arguments("rloo", **FLAGS | dict(changes))
+        drawn = []
 
-    def rolled(**changes):
-        key = repr(sorted(changes.items()))
-        if key not in known:
-            args = arguments("rloo", **flags | changes)
-            drawn = []
+        def spy(*inputs):
+            drawn.append(rollout(*inputs))
+            return drawn[-1]
 
-            def spy(*inputs):
-                drawn.append(rollout(*inputs))
-                return drawn[-1]
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(rloo, "check_sampler", lambda *inputs: None)
-                patch.setattr(rloo, "rollout", spy)
-                history = without_speed(main(args))
-            steps = [samples for samples in drawn if len(samples.groups[0][1]) > 1]
-            out = Path(args.out)
-            weights = load_file(out / "model/model.safetensors") if args.steps else {}
-            known[key] = SimpleNamespace(history=history, weights=weights, drawn=drawn, steps=steps, out=out)
-        return known[key]
-    return rolled
-
-
-def largest_difference(one, other):
-    return max((one[name] - other[name]).abs().max().item() for name in one)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rloo, "check_sampler", lambda *inputs: None)
+            patch.setattr(rloo, "rollout", spy)
+            history = without_speed(main(args))
+        steps = [samples for samples in drawn if len(samples.groups[0][1]) > 1]
+        out = Path(args.out)
+        return SimpleNamespace(history=history, weights=weights_of(out / "model"), drawn=drawn, steps=steps, out=out)
+    return lambda **changes: run(tuple(sorted(changes.items())))
 
 
 # ---- Advantages and loss, by hand ------------------------------------
 
 def test_advantages_by_hand_without_standard_deviation_and_without_samples_left_out():
-    advantages = leave_one_out(tensor([[1.0, 2.0, 6.0], [10.0, 20.0, 60.0], [3.0, 3.0, 3.0]]))
-    assert advantages.tolist() == [[-3, -1.5, 4.5], [-30, -15, 45], [0, 0, 0]]
-    assert leave_one_out(torch.randn(5, 4)).sum(1).abs().max() < 1e-5
-    advantages = leave_one_out(tensor([[1.0, NAN, 6.0, 2.0], [NAN, 5.0, NAN, NAN], [NAN] * 4, [NAN, 1.0, 4.0, NAN]]))
-    assert advantages.tolist() == [[-3, 0, 4.5, -1.5], [0, 0, 0, 0], [0, 0, 0, 0], [0, -3, 3, 0]]
+    rewards = tensor([[10.0, 20.0, 60.0, NAN], [3.0, 3.0, 3.0, 3.0], [NAN, 5.0, NAN, NAN], [NAN] * 4, [NAN, 1, 4, NAN]])
+    expected = [[-30, -15, 45, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, -3, 3, 0]]
+    assert leave_one_out(rewards).tolist() == expected
 
 
 def test_policy_loss_and_its_gradient_by_hand_also_of_a_ratio_beyond_the_largest_float():
@@ -122,17 +106,15 @@ def test_policy_loss_and_its_gradient_by_hand_also_of_a_ratio_beyond_the_largest
 def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
     """Rewards of the samples soup and tea of one prompt, bread and cake of another."""
     texts = [[" soup", " tea"], [" bread", " cake"]]
-    completions = [[tuple(TOKENIZER(text).input_ids) for text in row] for row in texts]
-    mask = torch.ones(2, 2, 1)
-    ended = torch.tensor([[True, False], [True, True]])
-    samples = Samples([((1,), completions[0]), ((2,), completions[1])], texts, mask, ended, None, None)
+    groups = [((1,), [tuple(TOKENIZER(text).input_ids) for text in row]) for row in texts]
+    samples = Samples(groups, texts, torch.ones(2, 2, 1), tensor([[True, False], [True, True]]), None, None)
     named = [(f"f{i}", function, weight) for i, (function, weight) in enumerate(functions)]
     return compute_rewards(samples, [Row((1,), dict(row)) for row in rows], named)
 
 
 def test_rewards_are_weighted_and_a_sample_without_any_is_left_out():
     total, means = score((lambda **c: [1.0, None, None, 4], 2.0), (lambda **c: [10, 20.0, None, None], 0.5))
-    assert torch.equal(total.nan_to_num(-1), tensor([[7.0, 10.0], [-1.0, 8.0]]))
+    assert total.nan_to_num(-1).tolist() == [[7, 10], [-1, 8]]
     assert means == {"rewards/f0": 2.5, "rewards/f1": 15}
 
 
@@ -144,9 +126,9 @@ def test_columns_of_any_row_come_once_per_sample_with_token_ids():
         return [0.0] * 4
 
     score((reward, 1.0), rows=[dict(prompt="a", thing=1), dict(prompt="b", other=None)])
-    ids = [TOKENIZER(text).input_ids for text in (" soup", " tea", " bread", " cake")]
-    assert seen == dict(prompts=["a", "a", "b", "b"], completions=[" soup", " tea", " bread", " cake"],
-                        completion_ids=ids, ended=[True, False, True, True], thing=[1, 1, None, None], other=[None] * 4)
+    texts = [" soup", " tea", " bread", " cake"]
+    assert seen == dict(prompts=["a", "a", "b", "b"], completions=texts, completion_ids=TOKENIZER(texts).input_ids,
+                        ended=[True, False, True, True], thing=[1, 1, None, None], other=[None] * 4)
 
 
 def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_no_row():
@@ -158,30 +140,25 @@ def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_no_row():
         thing[0].append("changed")
         return [0.0] * 4
 
-    rows = [{"prompt": [{"role": "user", "content": "hi"}], "thing": []} for _ in range(2)]
+    rows = [dict(prompt=chat("hi"), thing=[]) for _ in range(2)]
     score((wild, 1.0), (wild, 1.0), rows=rows)
     assert seen[0] == seen[1] and "changed" not in repr(rows)
 
 
-@pytest.mark.parametrize("name", ["silent", "infinite"])
-def test_rewards_that_are_all_none_or_not_finite_are_refused(flags, rewards, name):
-    with pytest.raises(BadInput, match="reward"):
-        main(arguments("rloo", **flags | dict(reward=(rewards(name),))))
-
-
-def test_constant_rewards_give_a_gradient_of_exactly_0_and_adam_changes_nothing(rolled, rewards):
+def test_constant_rewards_give_a_gradient_of_exactly_0_and_adam_changes_nothing(rolled):
     """Policy and reference sum the same numbers in the same order: Adam would make a whole step of their rounding."""
-    still = rolled(reward=(rewards("constant"),), beta=0.05, tokens_per_forward=200)
+    still = rolled(reward=(f"{FILE}:constant",), beta=0.05, tokens_per_forward=200)
     assert [values["grad_norm"] for values in still.history[1:]] == [0, 0]
     assert [values["kl"] for values in still.history[1:]] == [0, 0]
-    assert largest_difference(still.weights, load_file(f"{MODEL}/model.safetensors")) == 0
+    assert distance(still, SimpleNamespace(weights=weights_of(MODEL))) == 0
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "--max_new_tokens")])
-def test_misuse_is_refused(flags, changes, words):
+    (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "--max_new_tokens"),
+    (dict(reward=(f"{FILE}:silent",)), "reward"), (dict(reward=(f"{FILE}:infinite",)), "reward")])
+def test_misuse_and_rewards_that_are_all_none_or_not_finite_are_refused(changes, words):
     with pytest.raises(BadInput, match=words):
-        main(arguments("rloo", **flags | changes))
+        main(arguments("rloo", **FLAGS | changes))
 
 
 # ---- Reward models ---------------------------------------------------
@@ -194,32 +171,27 @@ def classifier(path, outputs=1, **changes):
     return str(path)
 
 
-def reward_model(folder, budget=10**6):
-    return RewardModel(folder, "cpu", Args(tokens_per_forward=budget))
-
-
-def chat(text, role="user"):
-    return [{"role": role, "content": text}]
+def scores_of(path, texts):
+    """One forward per text."""
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    return [model(tensor([TOKENIZER(text, add_special_tokens=False).input_ids])).logits.item() for text in texts]
 
 
 @pytest.mark.parametrize("pad", [0, None])
 def test_a_reward_model_gives_the_scores_of_one_forward_per_text(tmp_path, pad):
     path = classifier(tmp_path / "judge", pad_token_id=pad)
-    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     prompts = [chat(f"How was the soup? {n}") for n in range(6)]
     answers = [chat("The soup was nice. " * (n + 1), "assistant") for n in range(6)]
-    texts = [TOKENIZER.apply_chat_template(x + y, tokenize=False) for x, y in zip(prompts, answers)]
-    ids = [tensor([TOKENIZER(text, add_special_tokens=False).input_ids]) for text in texts]
-    truth = [model(row).logits.item() for row in ids]
+    truth = scores_of(path, [TOKENIZER.apply_chat_template(x + y, tokenize=False) for x, y in zip(prompts, answers)])
     for budget in (1, 120, 10**6):
-        assert reward_model(path, budget)(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
+        judge = RewardModel(path, "cpu", Args(tokens_per_forward=budget))
+        assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
 
 
-@pytest.mark.parametrize("string", [True, False])
-def test_a_reward_model_sees_what_was_sampled_without_an_end_that_was_cut_off(rolled, tmp_path, monkeypatch, string):
+@pytest.mark.parametrize("kind", [str, list])
+def test_a_reward_model_sees_what_was_sampled_without_an_end_that_was_cut_off(rolled, tmp_path, monkeypatch, kind):
     prompt = "How was the soup at the harbour?"
-    file = write(tmp_path / "rows.jsonl", [dict(prompt=prompt if string else chat(prompt))] * 4)
-    judge = classifier(tmp_path / "judge")
+    file = write(tmp_path / "rows.jsonl", [dict(prompt=prompt if kind is str else chat(prompt))] * 4)
     seen = []
     original = LlamaForSequenceClassification.forward
 
@@ -228,37 +200,35 @@ def test_a_reward_model_sees_what_was_sampled_without_an_end_that_was_cut_off(ro
         return original(self, input_ids, attention_mask)
 
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", forward)
+    judge = classifier(tmp_path / "judge")
     one = rolled(data=file, eval_data=file, reward=(), reward_model=judge, steps=1, max_new_tokens=10)
-    ended = torch.cat([samples.ended.flatten() for samples in one.drawn])
-    assert 0 < ended.sum() < len(ended)
+    assert 0 < torch.cat([samples.ended.flatten() for samples in one.drawn]).float().mean() < 1
     sampled = [TOKENIZER.decode(x + y) for samples in one.drawn for x, ys in samples.groups for y in ys]
     assert sorted(seen) == sorted(sampled)
-    assert type(read(one.out / "samples.jsonl")[0]["prompt"]) is (str if string else list)
+    assert type(read(one.out / "samples.jsonl")[0]["prompt"]) is kind
 
 
 @pytest.mark.parametrize("said", ["end", "The end. "])
 def test_a_sample_that_was_cut_off_is_scored_as_it_was_sampled(tmp_path, said):
     """Also if its words stand in the prompt or in the template's ending, and if the template trims answers."""
     path = classifier(tmp_path / "judge")
-    judge = reward_model(path)
+    judge = RewardModel(path, "cpu", Args())
     judge.tokenizer.chat_template = judge.tokenizer.chat_template.replace("message.content", "message.content | trim")
-    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     sampled = [f"<|user|>Which end?<|end|><|assistant|>{text}" for text in (said, said.strip() + "<|end|>")]
-    truth = [model(tensor([TOKENIZER(text, add_special_tokens=False).input_ids])).logits.item() for text in sampled]
     scores = judge([chat("Which end?")] * 2, [chat(said, "assistant")] * 2, [False, True])
-    assert scores == pytest.approx(truth, abs=1e-5)
+    assert scores == pytest.approx(scores_of(path, sampled), abs=1e-5)
 
 
-def test_models_with_random_heads_or_two_outputs_are_refused(flags, tmp_path):
+def test_models_with_random_heads_or_two_outputs_are_refused(tmp_path):
     headless = tmp_path / "headless"
     AutoModel.from_pretrained(tiny()).save_pretrained(headless)
     TOKENIZER.save_pretrained(headless)
     with pytest.raises(BadInput, match="lm_head"):
-        main(arguments("rloo", **flags | dict(model=str(headless))))
+        main(arguments("rloo", **FLAGS | dict(model=str(headless))))
     with pytest.raises(BadInput, match="no weights for score"):
-        reward_model(tiny())
+        RewardModel(tiny(), "cpu", Args())
     with pytest.raises(BadInput, match="2 outputs"):
-        reward_model(classifier(tmp_path / "two", outputs=2))
+        RewardModel(classifier(tmp_path / "two", outputs=2), "cpu", Args())
 
 
 # ---- Training --------------------------------------------------------
@@ -308,26 +278,23 @@ def test_memory_flags_change_no_sample_and_no_result(rolled):
     assert [samples.groups for samples in one.steps] == [samples.groups for samples in other.steps]
     for values, others in zip(one.history, other.history):
         assert values == pytest.approx(others, abs=1e-4)
-    assert largest_difference(one.weights, other.weights) < 2e-5
-
-
-def test_beta_0_needs_no_reference(rolled):
-    assert "kl" not in rolled(beta=0.0, sync_reference=1).history[2]
+    assert distance(one, other) < 2e-5
 
 
 # ---- Samples and files -----------------------------------------------
 
 def test_metrics_by_hand_and_what_the_files_hold(rolled):
     one = rolled(steps=3, eval_every=2, reward_clip=(-1.0, 0.4))
-    samples = read(one.out / "samples.jsonl")
+    written = read(one.out / "samples.jsonl")
     assert without_speed(read(one.out / "metrics.jsonl")) == one.history
     assert ["eval_reward" in values for values in one.history] == [True, False, True, True]
-    assert sum(line["held_out"] for line in samples) == 3 * 3
+    assert sum(line["held_out"] for line in written) == 3 * 3
     rows = read(data("rloo")[0])
     for step, drawn in enumerate(one.steps, 1):
-        lines = [line for line in samples if line["step"] == step and not line["held_out"]]
-        texts = [TOKENIZER.decode(y, skip_special_tokens=True) for _, ys in drawn.groups for y in ys]
-        lengths = [len(y) for _, ys in drawn.groups for y in ys]
+        lines = [line for line in written if line["step"] == step and not line["held_out"]]
+        ys = [y for _, group in drawn.groups for y in group]
+        texts = TOKENIZER.batch_decode(ys, skip_special_tokens=True)
+        lengths = list(map(len, ys))
         scores = list(map(vowels, texts))
         prompts = [row["prompt"] for row in batch_rows(step, rows, 4, 0) for _ in range(4)]
         assert [(line["prompt"], line["completion"]) for line in lines] == list(zip(prompts, texts))
@@ -349,7 +316,7 @@ def test_standard_deviations_need_two_scored_samples():
     assert rloo.metrics(samples, tensor([[2.0]]))["reward_std"] == 0
 
 
-def test_metrics_show_how_far_the_sampler_is_from_training(flags, monkeypatch):
+def test_metrics_show_how_far_the_sampler_is_from_training(monkeypatch):
     def another_sampler(*inputs):
         samples = rollout(*inputs)
         samples.logps[0, 0, 0] += 0.5
@@ -357,31 +324,30 @@ def test_metrics_show_how_far_the_sampler_is_from_training(flags, monkeypatch):
 
     monkeypatch.setattr(rloo, "check_sampler", lambda *inputs: None)
     monkeypatch.setattr(rloo, "rollout", another_sampler)
-    values = main(arguments("rloo", **flags | dict(steps=1, updates_per_rollout=2)))[1]
+    values = main(arguments("rloo", **FLAGS | dict(steps=1, updates_per_rollout=2)))[1]
     n_tokens = values["completions/mean_length"] * 16
     assert values["sampling/sampling_logp_difference/max"] == pytest.approx(0.5, abs=1e-4)
     assert values["sampling/sampling_logp_difference/mean"] == pytest.approx(0.5 / n_tokens, abs=1e-5)
 
 
-def test_steps_0_only_evaluates_and_saves_no_model(rolled):
+def test_steps_0_only_evaluates_and_saves_no_model_and_beta_0_needs_no_reference(rolled):
     none = rolled(steps=0)
     assert [values["step"] for values in none.history] == [0]
     assert none.history[0].keys() >= {"eval_reward", "eval_kl"}
     assert not (none.out / "model").exists()
-
-
-def model_that_generates(name, **settings):
-    """The folder of a model with these settings for generation."""
-    model = build("llama", TINY)
-    vars(model.generation_config).update(settings)
-    return save(model, name)
+    assert "kl" not in rolled(beta=0.0, sync_reference=1).history[2]
 
 
 def test_a_list_of_ends_stops_samples_and_other_generation_settings_change_none(rolled):
-    plain = rolled(model=tiny(), max_new_tokens=12)
+    def with_settings(name, **settings):
+        model = build("llama", TINY)
+        vars(model.generation_config).update(settings)
+        return rolled(model=save(model, name))
+
     ends = list(range(3, len(TOKENIZER), 4))
-    stopped = rolled(model=model_that_generates("ends", eos_token_id=ends))
-    other = rolled(model=model_that_generates("other", repetition_penalty=9.0, top_k=2, do_sample=True))
+    plain = with_settings("plain")
+    stopped = with_settings("ends", eos_token_id=ends)
+    other = with_settings("other", repetition_penalty=9.0, top_k=2, do_sample=True)
     assert other.steps[0].groups == plain.steps[0].groups
     for _, ys in stopped.steps[0].groups:
         assert all(token not in ends for y in ys for token in y[:-1])
