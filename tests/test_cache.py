@@ -133,26 +133,6 @@ def test_fill_keeps_no_reference_to_the_model(cycle):
         gc.enable()
 
 
-def test_at_most_9_bytes_per_token_in_memory_and_on_disk(path, monkeypatch):
-    def random_logprobs(model, groups, *_, **__):
-        return [[torch.rand(len(y)) for y in completions] for _, completions in groups]
-    monkeypatch.setattr(refcache, "completion_logprobs", random_logprobs)
-    model = load_model()
-    rows = np.random.default_rng(0).integers(150_000, size=(1000, 240)).tolist()
-    groups = [(tuple(row[:120]), [tuple(row[120:180]), tuple(row[180:])]) for row in rows]
-    tracemalloc.start()
-    cache = ReferenceCache(**HEADER)
-    cache.fill(lambda: model, groups)
-    after_fill, _ = tracemalloc.get_traced_memory()
-    cache.save(path)
-    before, _ = tracemalloc.get_traced_memory()
-    again = loaded(path)
-    after_load, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert len(again) == 2000
-    assert max(after_fill, after_load - before, os.path.getsize(path)) <= 9 * 240_000
-
-
 # --- passes that end early
 
 
@@ -204,16 +184,6 @@ def test_two_jobs_that_share_a_file_keep_the_results_of_both(path, whole):
     two.save(path)
     assert set(loaded(path)) == set(two) == set(whole) | {(Q, (5,))}
     assert np.array_equal(loaded(path)[Q, (44, 2)], first), "the job that saved first decides"
-
-
-def test_save_waits_for_another_job(path, whole):
-    job = threading.Thread(target=whole.save, args=[path])
-    with FileLock(f"{path}.lock"):
-        job.start()
-        job.join(0.3)
-        assert job.is_alive() and not path.exists()
-    job.join(10)
-    assert equal(loaded(path), whole)
 
 
 @pytest.mark.parametrize("name", HEADER)

@@ -199,11 +199,6 @@ def test_held_out_prompts_are_not_trained_on(monkeypatch):
     assert split(3, 1) == split(3, 0) != rows[:9], "runs of several seeds are compared on the same rows"
 
 
-@pytest.mark.parametrize("epochs, steps", [(1.0, 3), (0.5, 2), (2.5, 6)])
-def test_epochs_give_the_number_of_steps(run, epochs, steps):
-    assert len(run(steps=None, epochs=epochs, batch_size=5).history) == 1 + steps
-
-
 def test_learning_rate_rises_over_the_warmup_and_falls_to_almost_zero():
     for schedule in ("linear", "cosine", "constant"):
         rates = [learning_rate(step, 20, Args(lr=2.0, warmup=0.25, schedule=schedule)) for step in range(1, 21)]

@@ -162,12 +162,6 @@ def test_state_of_another_shape_is_refused():
 # --- reference_logprobs
 
 
-def test_reference_logprobs_of_a_cache_or_of_none_are_itself():
-    cache = ReferenceCache()
-    assert reference_logprobs(cache, GROUPS) is cache
-    assert reference_logprobs(None, GROUPS) is None
-
-
 # --- log_ratios and check_agreement
 
 
