@@ -5,8 +5,6 @@ import hashlib
 import os
 import pickle
 import random
-import threading
-import tracemalloc
 import weakref
 from contextlib import contextmanager
 from itertools import product
@@ -14,7 +12,6 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from models import GPT2, GROUPS, P, Q, build, equal, flat, make, slow
 from test_logprobs import forward_sizes
 

@@ -5,13 +5,13 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
-from models import GROUPS, equal, make
+from models import equal, make
 from torch import tensor
 from torch.distributed.tensor import DTensor
 
 import refcache
 from refcache import (
-    BadInput, ReferenceCache, Swap, check_agreement, full_tensor, log_ratios, reference_logprobs, shard)
+    BadInput, Swap, check_agreement, full_tensor, log_ratios, shard)
 
 IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
 
