@@ -80,7 +80,7 @@ def test_snippet_of_cache_page_adds_an_entry(tmp_path):
     assert np.array_equal(cache[(5, 6), (7, 8)], np.float32([-0.5, -1.5]))
 
 
-def test_cache_becomes_columns_of_a_data_set_and_a_cache_again(tmp_path):
+def test_cache_becomes_columns_and_a_cache_again(tmp_path):
     datasets = pytest.importorskip("datasets")
     groups = [((5, 6), [(7, 8), (9,)]), ((5,), [(7,), (8, 9, 10)])]
     cache = ReferenceCache(reference="a")

@@ -63,7 +63,7 @@ def test_holds_the_log_probs_of_every_completion(whole):
     assert (Q + (44,), (2,)) not in whole, "the boundary is part of the key"
 
 
-def test_fill_scores_only_what_is_missing_and_loads_nothing_if_nothing_is(whole):
+def test_fill_scores_only_what_is_missing(whole):
     cache = filled(GROUPS[:2])
     before = {key: cache[key] for key in cache}
     assert cache.fill(load_model, GROUPS + GROUPS) == 4
@@ -72,13 +72,13 @@ def test_fill_scores_only_what_is_missing_and_loads_nothing_if_nothing_is(whole)
     assert all(np.array_equal(cache[key], before[key]) for key in before)
 
 
-def test_path_that_cannot_be_written_is_refused_before_any_scoring(tmp_path):
+def test_unwritable_path_is_refused_before_scoring(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises((BadInput, OSError), match="file"):
         ReferenceCache(**HEADER).fill(None, GROUPS, path=tmp_path / "file/cache.pkl")
 
 
-def test_prompt_of_several_groups_is_encoded_once_also_by_a_model_that_was_not_probed_yet():
+def test_prompt_of_several_groups_is_encoded_once():
     model = make("llama")
     sizes = []
     model.model.embed_tokens.register_forward_hook(lambda _, args, out: sizes.append(args[0].numel()))
@@ -88,7 +88,7 @@ def test_prompt_of_several_groups_is_encoded_once_also_by_a_model_that_was_not_p
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
 @pytest.mark.parametrize("budget, mean", [(24, 15), (50, 35)])
-def test_no_forward_of_a_pass_is_larger_than_tokens_per_forward(name, budget, mean):
+def test_tokens_per_forward_bounds_a_pass(name, budget, mean):
     model = make(name)
     sizes = forward_sizes(model)
     ReferenceCache().score(model, [(Q, [(i, 5, 2) for i in range(40)]), *GROUPS], tokens_per_forward=budget)
@@ -96,7 +96,7 @@ def test_no_forward_of_a_pass_is_larger_than_tokens_per_forward(name, budget, me
     assert sum(sizes) / len(sizes) > mean
 
 
-def test_score_is_without_dropout_and_leaves_training_mode_as_it_was():
+def test_score_is_without_dropout():
     model = build("gpt2", dict(GPT2, attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)).train()
     one, two = ReferenceCache(), ReferenceCache()
     for cache in (one, two):
@@ -148,7 +148,7 @@ def watched(seen, after=None):
 
 
 @pytest.mark.parametrize("known", [0, 3])
-def test_interrupted_pass_keeps_its_results_and_continues_with_the_same_forwards(path, known):
+def test_interrupted_pass_continues(path, known):
     """Also where other jobs have scored some of the completions."""
     draw = random.Random(known)
     groups = [(p, [(i, j, p[0]) for j in range(6)]) for i, p in enumerate([P, Q, (4, 4), (8,) * 5])]
@@ -184,7 +184,7 @@ def test_two_jobs_that_share_a_file_keep_the_results_of_both(path, whole):
 
 
 @pytest.mark.parametrize("name", HEADER)
-def test_file_of_another_run_is_refused_with_both_values_and_not_overwritten(path, whole, name):
+def test_file_of_another_run_is_refused(path, whole, name):
     ReferenceCache(**HEADER | {name: "THEIRS"}).save(path)
     old = path.read_bytes()
     for use in (ReferenceCache(**HEADER).load, whole.save):
@@ -285,7 +285,7 @@ def changed(folder, **options):
     model.save_pretrained(folder, **options)
 
 
-def test_digest_of_a_checkpoint_depends_on_weights_and_config_only(tmp_path):
+def test_digest_of_a_checkpoint(tmp_path):
     for name in ("a", "b"):
         make("llama").save_pretrained(tmp_path / name)
     (tmp_path / "b/training_args.bin").write_bytes(b"whatever")
@@ -301,7 +301,7 @@ def test_digest_of_a_checkpoint_depends_on_weights_and_config_only(tmp_path):
     assert len({checkpoint_digest(tmp_path / name) for name in names}) == 5
 
 
-def test_digest_of_an_adapter_depends_on_its_weights_and_those_of_its_base(tmp_path):
+def test_digest_of_an_adapter(tmp_path):
     peft = pytest.importorskip("peft")
     digests = set()
     for save_base in (lambda folder: make("llama").save_pretrained(folder), changed):

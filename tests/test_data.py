@@ -101,7 +101,7 @@ def test_strings_end_with_one_eos_token(load):
         load([TEXT], byte_level(eos_token=None))
 
 
-def test_pairs_without_a_prompt_share_the_beginning_of_their_answers(load):
+def test_pairs_without_a_prompt(load):
     named = dict(prompt="The tea was", chosen=" warm.", rejected=" bad.")  # no space ends the prompt
     messages = dict(chosen=PROMPT + CHOSEN, rejected=PROMPT + REJECTED)
     for shared, row in ((NO_PROMPT, named), (messages, CHATS[0])):
@@ -118,7 +118,7 @@ def test_whole_conversations_and_a_string_before_messages(load):
             assert row[:2] == expected[:2]
 
 
-def test_a_prompt_that_ends_with_a_beginning_of_the_answer_is_continued(load, texts):
+def test_prompt_with_a_begun_answer_is_continued(load, texts):
     row = chat(chosen=" warm.", rejected=" cold.")
     row["prompt"] += said("The tea is")
     tokenizer = variant(PLAIN)
@@ -158,7 +158,7 @@ def test_strings_that_meet_a_chat_template_are_reported(load, capsys):
 # ---- The boundary between prompt and answer --------------------------
 
 
-def test_a_token_that_spans_the_end_of_the_prompt_moves_to_the_answers(load):
+def test_token_across_the_boundary_moves_to_the_answers(load):
     """No token is lost."""
     row, = load([dict(prompt="The tea wa", chosen="s warm.", rejected="s bad.")])
     for answer, text in ((row.chosen, "The tea was warm."), (row.rejected, "The tea was bad.")):
@@ -209,14 +209,14 @@ def test_an_answer_of_several_turns_is_rendered_whole(texts):
     assert texts(row, tokenizer) == ["<s>[INST] Be brief.\n\nq[/INST]", *answers]
 
 
-def test_an_answer_of_which_the_template_leaves_out_the_reasoning_is_refused(load):
+def test_template_that_strips_the_answer_is_refused(load):
     bad = chat(chosen="<think>\nHm.\n</think>\n\nWarm.")
     with pytest.raises(BadInput, match="jsonl:2: .*leaves out words"):
         load([chat(), bad], variant(R1))
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no such role') }}", "{{ messages[0].content }}"])
-def test_a_template_that_fails_or_leaves_out_the_answers_is_refused(load, template):
+def test_broken_template_is_refused(load, template):
     with pytest.raises(BadInput, match=r"rows.jsonl:(1| too few)\b"):
         load(CHATS, variant(template))
 
@@ -248,7 +248,7 @@ def test_each_of_many_rows_is_tokenized_as_it_would_be_alone(load):
 # ---- Rows that are left out ------------------------------------------
 
 
-def test_rows_that_are_too_long_are_dropped_and_the_length_that_keeps_95_percent_is_named(load, capsys):
+def test_long_rows_are_dropped_and_a_length_is_named(load, capsys):
     rows = [dict(TEXT, prompt=" tea" * n) for n in (*range(1, 20), 500)]
     with pytest.raises(BadInput, match=r"--max_length \d+") as error:
         load(rows, max_length=8)
@@ -273,7 +273,7 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, good, bad
         load([good, bad, bad])  # more than half
 
 
-def test_answers_that_repeat_a_long_string_prompt_are_stripped_of_it_and_counted(texts, capsys):
+def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
     """But none that begins with a short prompt, and no single one."""
     expected = [LONG, f" Warm.{END}", f" Cold.{END}"]
     for prompt, chosen, rejected, is_repeated in (
@@ -295,7 +295,7 @@ def test_answers_that_repeat_a_long_string_prompt_are_stripped_of_it_and_counted
     (dict(chat(), prompt=[]), "expected"), ("7", "expected.*7"), ('{"prompt": ', ""),
     (dict(TEXT, chosen=json.dumps(said("a")[0])), "string"), (dict(TEXT, prompt=str(said("q"))), "string"),
     (dict(TEXT, prompt=None), "prompt"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages")])
-def test_rows_that_cannot_be_read_are_refused_with_file_and_row(load, bad, words):
+def test_unreadable_rows_are_refused_by_name(load, bad, words):
     with pytest.raises(BadInput, match=rf"rows.jsonl:3: .*{words}"):
         load([TEXT, "", bad, TEXT, TEXT])
 
@@ -308,7 +308,7 @@ def test_rows_with_other_columns_are_told_which_are_expected(load, script, colum
             load([row], script=script)
 
 
-def test_answers_that_begin_or_end_with_another_role_are_refused(load):
+def test_answers_of_another_role_are_refused(load):
     for other in (said("x", "user"), said("x", "system")):
         for answer in (other + said("a"), said("a") + other):
             with pytest.raises(BadInput, match="jsonl:2: .*user or system"):
@@ -331,7 +331,7 @@ def test_labels_are_what_json_python_and_spreadsheets_write(load):
             load([bad], script=kto)
 
 
-def test_pairs_give_kto_one_row_of_each_kind_which_do_not_depend_on_each_other(load):
+def test_rows_of_a_pair_do_not_depend_on_each_other(load):
     spanning = dict(prompt="The tea wa", chosen=", it was warm.", rejected="s bad.")  # a token spans the prompt's end
     rows = load([TEXT, spanning], script=kto)
     assert [row.is_desirable for row in rows] == [True, False] * 2
@@ -384,7 +384,7 @@ def test_files_that_cannot_be_read_or_hold_no_rows_are_named(load, tmp_path, nam
         load(name if "/" in name else path)
 
 
-def test_other_files_and_folders_are_told_which_endings_are_read(load, tmp_path):
+def test_other_files_are_told_which_endings_are_read(load, tmp_path):
     (tmp_path / "a.tsv").touch()
     for path in (tmp_path, tmp_path / "a.tsv"):
         with pytest.raises(BadInput, match=r"\.jsonl, \.json, \.csv, \.parquet"):

@@ -79,7 +79,7 @@ def test_every_metric_is_explained_in_the_docstring(run, script):
     assert not [name for name in names if name.removeprefix("eval_") not in text]
 
 
-def test_same_seed_gives_the_same_bits_and_another_one_other_bits(run):
+def test_seed_decides_the_bits(run):
     assert without_speed(dpo.main(arguments(**FIRST))) == run(**FIRST).history
     assert distance(run(**FIRST), run(**FIRST, seed=1)) > 1e-5
 
@@ -111,7 +111,7 @@ def test_model_every_writes_models_that_load(run):
 
 
 @pytest.mark.parametrize("save_every, steps", [(0, [3]), (2, [2, 3])])
-def test_checkpoints_are_written_every_so_many_steps_and_at_the_end(monkeypatch, save_every, steps):
+def test_checkpoints_are_written_every_so_many_steps(monkeypatch, save_every, steps):
     saved = []
     monkeypatch.setattr(dpo, "save_checkpoint", lambda out, step, *more: saved.append(step))
     dpo.main(arguments(save_every=save_every))
@@ -125,7 +125,7 @@ def test_never_two_models_in_memory(loaded):
     assert loaded == [(False, 1), (True, 1)]
 
 
-def test_complete_cache_is_read_and_neither_written_nor_filled_again(run, loaded):
+def test_complete_cache_is_only_read(run, loaded):
     path = run(**FIRST).out / "reference_logprobs.pkl"
     before = path.stat()
     dpo.main(arguments(ref_cache=str(path), beta=0.3, steps=1))  # other settings, the same reference
@@ -199,7 +199,7 @@ def test_held_out_prompts_are_not_trained_on(monkeypatch):
     assert split(3, 1) == split(3, 0) != rows[:9], "runs of several seeds are compared on the same rows"
 
 
-def test_learning_rate_rises_over_the_warmup_and_falls_to_almost_zero():
+def test_learning_rate_by_hand():
     for schedule in ("linear", "cosine", "constant"):
         rates = [learning_rate(step, 20, Args(lr=2.0, warmup=0.25, schedule=schedule)) for step in range(1, 21)]
         assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0]) and all(0 < rate <= 2 for rate in rates)
@@ -224,7 +224,7 @@ def answers_of(policy, prompts=((5, 9), (7, 8, 9)) * 10, seed=0, tokens=12):
     return generate(policy, TOKENIZER, list(prompts), Args(dtype="float32", max_new_tokens=tokens))
 
 
-def test_answers_come_from_the_model_whatever_its_generation_config_says():
+def test_generation_config_changes_no_answer():
     policy = load()
     plain = answers_of(policy)
     warped = deepcopy(policy)
@@ -262,7 +262,7 @@ def sampled(tmp_path, score, **flags):
     return means, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def test_scores_get_all_columns_also_those_that_the_first_row_lacks(tmp_path):
+def test_scores_get_the_columns_of_all_rows(tmp_path):
     means, lines = sampled(tmp_path, "return [float(answer == '42') for answer in columns['answer']]")
     assert means == {"eval_score": 0.5} and [line["score"] for line in lines] == [0.0, 1.0]
     assert [line["step"] for line in lines] == [7, 7]
@@ -287,7 +287,7 @@ def test_bad_input_is_refused(loaded, changes, words):
 
 
 @BOTH
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_steps_before(script):
+def test_loss_that_is_not_finite_stops_the_run(script):
     args = arguments(script, lr=1e17, max_grad_norm=1e17)
     with pytest.raises(BadInput, match="step 2"):
         SCRIPTS[script].main(args)

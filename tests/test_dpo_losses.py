@@ -86,7 +86,7 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
 
 
 @pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("robust", 0.5)])
-def test_a_loss_that_is_not_defined_is_refused_before_anything_is_loaded(loss, eps):
+def test_undefined_loss_is_refused_before_loading(loss, eps):
     with pytest.raises(BadInput, match="--label_smoothing"):
         dpo.main(Args(model="no folder", data="no file", loss=("sigmoid", loss), label_smoothing=eps))
 
@@ -150,7 +150,7 @@ def known():
 @pytest.mark.parametrize("flags", [
     dict(loss=("ipo",)), dict(loss=("sigmoid", "sft"), loss_weights=(1.0, 0.5)),
     dict(humanline=(-0.5, 0.5), ref="swap")], ids=lambda flags: "-".join(flags))
-def test_loss_and_gradient_are_the_same_under_any_micro_batching(policy, known, flags):
+def test_micro_batching_changes_no_gradient(policy, known, flags):
     seen = []
     for budget in (100_000, 25, 1):
         policy.zero_grad()

@@ -53,7 +53,7 @@ def test_metrics_by_hand():
 
 # ---- Answers to other prompts, and z ---------------------------------
 
-def test_every_row_gets_a_row_of_another_prompt_and_each_is_used_once():
+def test_derangement_uses_each_row_once():
     for n in range(2, 60):
         few = np.random.default_rng(n).integers(0, max(4, n // 3), n).tolist()
         half = [0] * (n // 2) + list(range(1, n - n // 2 + 1))
@@ -68,7 +68,7 @@ def test_every_row_gets_a_row_of_another_prompt_and_each_is_used_once():
             assert all(prompts[i] != prompts[j] for i, j in enumerate(partners))
 
 
-def test_answers_to_other_prompts_are_cut_to_max_length_and_counted(capsys):
+def test_answers_to_other_prompts_are_cut(capsys):
     rows = [Row((9,) * (1 + i), tuple(range(100 * i, 100 * i + 10 - i)), True, (), {}) for i in range(8)]
     train_rows, _ = draw_others(rows, [], Args(max_length=11))
     for row in train_rows:
@@ -85,7 +85,7 @@ def test_held_out_rows_never_get_an_answer_to_their_own_prompt():
     assert all(row.other == (11 - row.prompt[0],) for row in held_out)
 
 
-def test_z_is_the_mean_over_the_whole_batch_clamped_once_under_any_micro_batching():
+def test_z_is_the_mean_over_the_whole_batch():
     """One forward per sequence."""
     policy, reference = make("llama", 1), make("llama", 2)
     draw = np.random.default_rng(0).integers

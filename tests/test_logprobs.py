@@ -88,7 +88,7 @@ def test_bfloat16_is_close_and_gives_float32(name):
     assert 0 < (logps - flat(slow(make(name), GROUPS))).abs().mean() < 0.1
 
 
-def test_the_gradient_of_a_bfloat16_head_is_as_exact_in_64_chunks_as_in_one(monkeypatch):
+def test_bfloat16_head_gradient_is_as_exact_in_64_chunks(monkeypatch):
     """Sums of bfloat16 numbers would have three times the error."""
     groups = [((5 + i,), [tuple(range(i + 1, i + 33))]) for i in range(32)]  # 1,024 completion tokens
     errors = []
@@ -132,7 +132,7 @@ def test_prompt_is_encoded_once_and_nothing_is_padded():
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
 @pytest.mark.parametrize("at_once, rows", [(28, [28]), (27, [27, 1]), (7, [7] * 4)])
-def test_head_sees_completion_tokens_only_and_keeps_no_logits_beyond_head_bytes(name, at_once, rows, monkeypatch):
+def test_head_sees_completion_tokens_in_chunks(name, at_once, rows, monkeypatch):
     model = make(name)
     enable_shared_prompts(model)
     seen, widths = [], []
@@ -263,14 +263,14 @@ def test_attention_with_more_than_masked_scores_gets_padded_rows(monkeypatch, ca
     assert "softcapped scores" in capsys.readouterr().out
 
 
-def test_model_whose_log_probs_do_not_show_the_spans_gets_padded_rows():
+def test_model_blind_to_spans_gets_padded_rows():
     model = make("llama")
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()  # nothing that attention does can be seen: no evidence
     assert not enable_shared_prompts(model)
 
 
-def test_mask_that_only_longer_rows_have_ends_sharing_and_says_so(monkeypatch, capsys):
+def test_mask_of_longer_rows_ends_sharing(monkeypatch, capsys):
     def masks_long_rows(shared, module, query, key, value, mask, **kwargs):
         return shared(module, query, key, value, mask if key.shape[2] < 80 else key.new_ones(1), **kwargs)
     use_attention(monkeypatch, masks_long_rows)
@@ -315,7 +315,7 @@ def test_bidirectional_model_is_refused():
 
 @pytest.mark.parametrize("model_type, config", [
     ("deepseek_v32", SPARSE), ("glm_moe_dsa", SPARSE), ("doge", dict(SMALL, keep_window_size=70))])
-def test_sparse_attention_is_exact_while_a_row_has_no_more_tokens_than_it_keeps(model_type, config):
+def test_sparse_attention_is_exact_within_its_top_k(model_type, config):
     """Beyond them it may choose others than for the row alone."""
     model = build(model_type, config)
     assert_exact(model)
@@ -332,11 +332,11 @@ def test_group_outside_the_model_is_refused(groups, words):
         completion_logprobs(make("llama"), groups)
 
 
-def test_row_as_long_as_the_context_and_the_highest_id_are_accepted():
+def test_longest_row_and_highest_id_are_accepted():
     assert len(completion_logprobs(make("llama"), [(P * 36, [(5, 2, 1, 96)])])[0][0]) == 4
 
 
-def test_context_length_is_where_rows_begin_to_depend_on_their_batch():
+def test_context_length_by_rope():
     rope = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
     nested = dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=1e4))
     assert context_length(AutoConfig.for_model("llama", **SMALL)) == 256

@@ -47,7 +47,7 @@ def difference(one, two):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_reference_of_a_new_adapter_is_the_bare_model_bit_for_bit(checkpointing):
+def test_reference_of_a_new_adapter_is_the_bare_model(checkpointing):
     policy = load(trains=True, lora_r=4, gradient_checkpointing=checkpointing)
     swap = Swap(policy)
     bare = logprobs(load())
@@ -57,7 +57,7 @@ def test_reference_of_a_new_adapter_is_the_bare_model_bit_for_bit(checkpointing)
 
 
 @pytest.mark.parametrize("ref, checkpointing", [("cache", True), ("swap", False), ("live", True)])
-def test_a_run_from_an_sft_adapter_has_it_as_reference_without_its_dropout(run, ref, checkpointing):
+def test_sft_adapter_is_the_reference_without_dropout(run, ref, checkpointing):
     folder = adapt("dropping", lora_dropout=0.5)
     assert not list(Path(folder).glob("tokenizer*"))
     one = run(model=folder, ref=ref, gradient_checkpointing=checkpointing, lr=2e-2)
@@ -69,7 +69,7 @@ def test_a_run_from_an_sft_adapter_has_it_as_reference_without_its_dropout(run, 
 
 
 @KINDS
-def test_an_sft_adapter_of_any_kind_is_the_reference_trains_and_is_saved(config, tmp_path):
+def test_sft_adapter_trains_and_is_saved(config, tmp_path):
     folder = adapt(f"kind {config}", **config)
     policy = load(folder, trains=True)
     assert not any(p.requires_grad for p in load(folder).parameters())
@@ -128,7 +128,7 @@ def test_a_new_adapter_depends_on_the_seed_only(run):
     assert distance(run(**flags, seed=1), one) > 1e-3
 
 
-def test_gradient_checkpointing_recomputes_layers_and_switches_no_dropout_on():
+def test_gradient_checkpointing_needs_no_training_mode():
     folder = save(build("opt", TINY | dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.5)), "opt")
     policy = load(folder, trains=True, gradient_checkpointing=True)
     forwards = []
@@ -141,7 +141,7 @@ def test_gradient_checkpointing_recomputes_layers_and_switches_no_dropout_on():
 
 
 @pytest.mark.parametrize("target", ["all-linear", r".*(embed_tokens|lm_head)"])
-def test_an_adapter_on_tied_embeddings_trains_is_saved_and_resumes(run, target):
+def test_adapter_on_tied_embeddings(run, target):
     folder = save(build("llama", TINY | dict(tie_word_embeddings=True)), "tied")
     flags = dict(LORA, model=folder, lora_target=target)
     one = run(**flags)
@@ -163,7 +163,7 @@ def halved():
 
 
 @pytest.mark.parametrize("script", ["dpo", "rloo"])
-def test_how_a_base_is_stored_changes_no_bit_of_a_run_in_bfloat16(run, script):
+def test_stored_dtype_changes_no_bit_in_bfloat16(run, script):
     bases = save(halved(), "halved"), save(halved().float(), "widened")
     adapters = []
     for base in bases:
@@ -180,7 +180,7 @@ def test_how_a_base_is_stored_changes_no_bit_of_a_run_in_bfloat16(run, script):
 
 
 @KINDS
-def test_a_float32_adapter_is_loaded_bit_for_bit_onto_a_base_in_bfloat16(config):
+def test_float32_adapter_on_a_bfloat16_base_is_exact(config):
     folder = adapt(f"on bfloat16 {config}", base=save(halved(), "base in bfloat16"), **config)
     saved = {}
     for name, tensor in load_file(f"{folder}/adapter_model.safetensors").items():
@@ -206,7 +206,7 @@ def test_an_adapter_that_lacks_a_weight_is_refused(run):
 
 
 @EACH
-def test_an_adapter_on_top_of_the_adapter_in_the_model_folder_is_refused(script):
+def test_adapter_on_an_adapter_is_refused(script):
     with pytest.raises(BadInput, match="--lora_r"):
         SCRIPTS[script].main(arguments(script, model=adapt("sft"), lora_r=4))
 

@@ -122,7 +122,7 @@ def test_two_processes_give_the_run_of_one(name):
     assert_same(whole(name, 1), whole(name, 2))
 
 
-def test_two_processes_in_bfloat16_give_the_run_of_one_but_for_rounding():
+def test_two_bfloat16_processes_give_the_run_of_one():
     (one, theirs, _), (two, ours, _) = (whole("dpo-bfloat16", n) for n in (1, 2))
     assert [values["eval_logratio"] for values in (one[0], two[0])] == [0, 0]
     for a, b in zip(one[1:], two[1:], strict=True):
@@ -135,7 +135,7 @@ def test_two_processes_in_bfloat16_give_the_run_of_one_but_for_rounding():
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_a_process_whose_samples_have_ended_goes_on_with_the_others(name, monkeypatch):
+def test_process_without_samples_goes_on(name, monkeypatch):
     """Else they would wait for its weights for ever."""
     monkeypatch.setattr(SCRIPTS[name], "stop_tokens", lambda *_: range(len(TOKENIZER) // (1 + refcache.processes()[0])))
     history, _, out = train(name, 2, steps=1)
@@ -163,14 +163,14 @@ def logps_and_gradients(name):
 
 @pytest.mark.parametrize("name", ["llama-tied", "glm4-moe-buffer", *(
     pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2-softcaps", "mamba"))])
-def test_log_probs_and_gradients_of_split_models_are_those_of_whole_ones(name):
+def test_split_models_equal_whole_ones(name):
     logps, gradients = logps_and_gradients(name)
     theirs, sums = in_processes(2, refcache.process_group()(logps_and_gradients), name)
     assert torch.allclose(logps, theirs, atol=2e-6)
     assert (gradients - sums).abs().max() < 2e-6 * gradients.abs().max()
 
 
-def test_a_swap_of_split_weights_restores_every_bit_and_gathers_nothing():
+def test_swap_of_split_weights_restores_every_bit():
     @refcache.process_group()
     def swap():
         policy, reference = make("llama-tied"), make("llama-tied", seed=1)
@@ -190,7 +190,7 @@ def test_a_swap_of_split_weights_restores_every_bit_and_gathers_nothing():
     assert torch.allclose(scored, truth, atol=2e-6) and is_right
 
 
-def test_micro_batches_of_processes_are_equally_many_and_full_and_hold_everything():
+def test_micro_batches_of_processes_are_equal():
     model = make("llama")
     rng = np.random.default_rng(0)
     for ranks in (1, 2, 3, 4, 8):

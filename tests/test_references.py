@@ -20,7 +20,7 @@ ADAPTER = pytest.param(LORA, marks=needs_peft)
 
 @pytest.mark.parametrize("script, lora", [
     ("dpo", {}), ("kto", {}), pytest.param("dpo", LORA, marks=needs_peft)])
-def test_a_run_is_the_same_with_a_cached_a_swapped_and_a_live_reference(run, script, lora):
+def test_cached_swapped_and_live_runs_are_equal(run, script, lora):
     cached = run(script, **lora)
     assert abs(cached.history[-1]["eval_rewards/margins"]) > 1e-3
     assert (cached.out / "reference_logprobs.pkl").exists()
@@ -31,14 +31,14 @@ def test_a_run_is_the_same_with_a_cached_a_swapped_and_a_live_reference(run, scr
 
 
 @pytest.mark.parametrize("lora", [{}, ADAPTER])
-def test_a_run_of_rloo_is_the_same_with_a_swapped_and_a_live_reference(run, lora):
+def test_swapped_and_live_runs_of_rloo_are_equal(run, lora):
     swapped = run("rloo", **lora)
     assert same(run("rloo", ref="live", **lora), swapped)
     assert abs(swapped.history[-1]["kl"]) > 1e-4
 
 
 @pytest.mark.parametrize("script", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
-def test_another_reference_model_is_the_same_cached_swapped_and_live(run, script):
+def test_another_reference_is_the_same_in_each_way(run, script):
     cached, *others = (run(script, ref=ref, ref_model=tiny(1), steps=2) for ref in ("cache", "swap", "live"))
     assert all(same(other, cached) for other in others)
     assert abs(cached.history[1]["rewards/chosen"]) > 0.01
@@ -47,7 +47,7 @@ def test_another_reference_model_is_the_same_cached_swapped_and_live(run, script
 @pytest.mark.parametrize("script, ref, lora", [
     ("dpo", "cache", {}), ("kto", "swap", {}), ("dpo", "live", {}), ("rloo", "swap", {}),
     pytest.param("kto", "cache", LORA, marks=needs_peft), pytest.param("dpo", "swap", LORA, marks=needs_peft)])
-def test_a_tied_bfloat16_checkpoint_is_bit_for_bit_its_own_reference(run, script, ref, lora):
+def test_tied_bfloat16_checkpoint_is_its_own_reference(run, script, ref, lora):
     folder = save(build("llama", TINY | dict(tie_word_embeddings=True)).bfloat16(), "tied bfloat16")
     before, first = run(script, model=folder, ref=ref, dtype="bfloat16", steps=1, beta=1.0, **lora).history
     if script == "rloo":
@@ -57,7 +57,7 @@ def test_a_tied_bfloat16_checkpoint_is_bit_for_bit_its_own_reference(run, script
         assert before["eval_loss"] == first["loss"] == pytest.approx({"dpo": math.log(2), "kto": 0.5}[script], abs=1e-7)
 
 
-def test_one_swap_for_many_steps_gives_the_run_of_a_swap_per_step(run):
+def test_one_swap_serves_many_steps(run):
     """16 steps share a swap of a reference that stays. With lr 0 one that follows the policy stays too."""
     steps = dict(ref="swap", steps=17, batch_size=1, lr=0.0)
     assert same(run(**steps), run(**steps, sync_reference=1))
@@ -65,7 +65,7 @@ def test_one_swap_for_many_steps_gives_the_run_of_a_swap_per_step(run):
 
 @needs_peft
 @pytest.mark.parametrize("difference", ["lora_alpha", "use_rslora", "base"])
-def test_swap_of_an_adapter_with_another_scale_or_base_is_refused_or_exact(difference):
+def test_swap_of_an_adapter_is_refused_or_exact(difference):
     config = dict(lora_alpha=dict(lora_alpha=32), use_rslora=dict(use_rslora=True), base=dict(base=tiny(1)))[difference]
     policy = load(adapt("sft"), trains=True)
     reference = load(adapt(difference, seed=1, **config))

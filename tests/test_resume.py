@@ -175,7 +175,7 @@ def test_resume_after_kills_at_random_events_is_bitwise_equal(name, tmp_path):
 
 
 @pytest.mark.parametrize("die_at", ["fsync 2", "replace run.json", "rmtree resume-1", "replace model"])
-def test_resume_after_a_kill_while_a_checkpoint_or_the_model_is_written_is_bitwise_equal(die_at, tmp_path):
+def test_resume_after_kill_while_writing_is_bitwise_equal(die_at, tmp_path):
     kill("dpo-swap", tmp_path, die_at)
     assert not (tmp_path / "model").exists()
     assert_same_as_whole("dpo-swap", tmp_path)
@@ -210,7 +210,7 @@ def copy_of(name, folder):
 
 
 @pytest.mark.parametrize("name", ["dpo", "kto", pytest.param("dpo-humanline-lora", marks=needs_peft)])
-def test_a_checkpoint_is_safetensors_and_json_and_holds_each_tensor_that_a_step_changes_once(name):
+def test_checkpoint_holds_each_changing_tensor_once(name):
     (folder,) = killed(name).glob("resume-*")
     assert folder == newest(killed(name)) and json.loads((folder / "run.json").read_text())["step"] == STEPS - 1
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
@@ -229,7 +229,7 @@ def test_a_checkpoint_has_64_tensors_per_file(tmp_path):
     assert sorted(len(load_file(path)) for path in tmp_path.glob("*/*.safetensors")) == [1, 64]
 
 
-def test_shards_of_a_killed_save_do_not_reach_a_later_save_with_fewer_processes(tmp_path):
+def test_shards_of_a_killed_save_are_removed(tmp_path):
     out = copy_of("dpo", tmp_path)
     stale = out / f"resume-{STEPS}"
     stale.mkdir()
@@ -242,7 +242,7 @@ def test_shards_of_a_killed_save_do_not_reach_a_later_save_with_fewer_processes(
     assert_same_as_whole("dpo", out)
 
 
-def test_a_run_that_resumes_inside_a_window_scores_the_whole_window_together(tmp_path, monkeypatch):
+def test_resume_inside_a_window_scores_all_of_it(tmp_path, monkeypatch):
     """Other micro-batches would round otherwise."""
     scored = []
     original = dpo.reference_logprobs
@@ -322,7 +322,7 @@ def own_copies(folder, name):
 
 
 @pytest.mark.parametrize("name", [pytest.param("kto-lora", marks=needs_peft), "rloo"])
-def test_other_rows_weights_and_functions_under_the_same_names_are_refused(name, tmp_path):
+def test_resume_refuses_other_rows_weights_and_functions(name, tmp_path):
     flags, edits, words = own_copies(tmp_path, name)
     kill(name, tmp_path / "out", "append 5", **flags)
     for file, edited in edits.items():
@@ -335,7 +335,7 @@ def test_other_rows_weights_and_functions_under_the_same_names_are_refused(name,
     assert len(start(name, tmp_path / "out", **flags)) == STEPS + 1
 
 
-def test_an_edited_script_resumes_and_says_that_it_has_changed(tmp_path, capsys, monkeypatch):
+def test_edited_script_is_named_at_a_resume(tmp_path, capsys, monkeypatch):
     """A line that prints must not cost the run, but other numbers must not come unnoticed."""
     for edited in (False, True):
         out = copy_of("dpo", tmp_path / str(edited))
@@ -357,7 +357,7 @@ def test_the_out_of_a_finished_run_is_refused_and_untouched():
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"}
 
 
-def test_the_out_of_a_running_run_is_refused_at_once_and_by_name(tmp_path):
+def test_folder_of_a_running_run_is_refused(tmp_path):
     process, _ = start_process("dpo-swap", tmp_path / "busy", sleep=30.0)
     while not (tmp_path / "busy/.lock").exists():
         time.sleep(0.1)

@@ -84,13 +84,13 @@ def rolled():
 
 # ---- Advantages and loss, by hand ------------------------------------
 
-def test_advantages_by_hand_without_standard_deviation_and_without_samples_left_out():
+def test_advantages_by_hand():
     rewards = tensor([[10.0, 20.0, 60.0, NAN], [3.0, 3.0, 3.0, 3.0], [NAN, 5.0, NAN, NAN], [NAN] * 4, [NAN, 1, 4, NAN]])
     expected = [[-30, -15, 45, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, -3, 3, 0]]
     assert leave_one_out(rewards).tolist() == expected
 
 
-def test_policy_loss_and_its_gradient_by_hand_also_of_a_ratio_beyond_the_largest_float():
+def test_policy_loss_and_gradient_by_hand():
     ratios = tensor([1.0, 1.0, 1.0, 1.5, 1.5, 0.5, 0.5, 1.1, math.exp(100), math.exp(100)], dtype=torch.float64)
     advantages = tensor([1.5, -2.0, 0.0, 2.0, -2.0, 2.0, -2.0, 2.0, 1.0, 0.0])
     logps = ratios.log().float().requires_grad_()
@@ -112,7 +112,7 @@ def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
     return compute_rewards(samples, [Row((1,), dict(row)) for row in rows], named)
 
 
-def test_rewards_are_weighted_and_a_sample_without_any_is_left_out():
+def test_rewards_are_weighted():
     total, means = score((lambda **c: [1.0, None, None, 4], 2.0), (lambda **c: [10, 20.0, None, None], 0.5))
     assert total.nan_to_num(-1).tolist() == [[7, 10], [-1, 8]]
     assert means == {"rewards/f0": 2.5, "rewards/f1": 15}
@@ -131,7 +131,7 @@ def test_columns_of_any_row_come_once_per_sample_with_token_ids():
                         ended=[True, False, True, True], thing=[1, 1, None, None], other=[None] * 4)
 
 
-def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_no_row():
+def test_rewards_may_change_their_arguments():
     seen = []
 
     def wild(prompts, thing, **columns):
@@ -145,7 +145,7 @@ def test_what_a_reward_changes_in_place_reaches_no_other_reward_and_no_row():
     assert seen[0] == seen[1] and "changed" not in repr(rows)
 
 
-def test_constant_rewards_give_a_gradient_of_exactly_0_and_adam_changes_nothing(rolled):
+def test_constant_rewards_change_nothing(rolled):
     """Policy and reference sum the same numbers in the same order: Adam would make a whole step of their rounding."""
     still = rolled(reward=(f"{FILE}:constant",), beta=0.05, tokens_per_forward=200)
     assert [values["grad_norm"] for values in still.history[1:]] == [0, 0]
@@ -156,7 +156,7 @@ def test_constant_rewards_give_a_gradient_of_exactly_0_and_adam_changes_nothing(
 @pytest.mark.parametrize("changes, words", [
     (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "--max_new_tokens"),
     (dict(reward=(f"{FILE}:silent",)), "reward"), (dict(reward=(f"{FILE}:infinite",)), "reward")])
-def test_misuse_and_rewards_that_are_all_none_or_not_finite_are_refused(changes, words):
+def test_misuse_and_bad_rewards_are_refused(changes, words):
     with pytest.raises(BadInput, match=words):
         main(arguments("rloo", **FLAGS | changes))
 
@@ -178,7 +178,7 @@ def scores_of(path, texts):
 
 
 @pytest.mark.parametrize("pad", [0, None])
-def test_a_reward_model_gives_the_scores_of_one_forward_per_text(tmp_path, pad):
+def test_reward_model_equals_one_forward_per_text(tmp_path, pad):
     path = classifier(tmp_path / "judge", pad_token_id=pad)
     prompts = [chat(f"How was the soup? {n}") for n in range(6)]
     answers = [chat("The soup was nice. " * (n + 1), "assistant") for n in range(6)]
@@ -189,7 +189,7 @@ def test_a_reward_model_gives_the_scores_of_one_forward_per_text(tmp_path, pad):
 
 
 @pytest.mark.parametrize("kind", [str, list])
-def test_a_reward_model_sees_what_was_sampled_without_an_end_that_was_cut_off(rolled, tmp_path, monkeypatch, kind):
+def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch, kind):
     prompt = "How was the soup at the harbour?"
     file = write(tmp_path / "rows.jsonl", [dict(prompt=prompt if kind is str else chat(prompt))] * 4)
     seen = []
@@ -330,7 +330,7 @@ def test_metrics_show_how_far_the_sampler_is_from_training(monkeypatch):
     assert values["sampling/sampling_logp_difference/mean"] == pytest.approx(0.5 / n_tokens, abs=1e-5)
 
 
-def test_steps_0_only_evaluates_and_saves_no_model_and_beta_0_needs_no_reference(rolled):
+def test_steps_0_only_evaluates(rolled):
     none = rolled(steps=0)
     assert [values["step"] for values in none.history] == [0]
     assert none.history[0].keys() >= {"eval_reward", "eval_kl"}
@@ -338,7 +338,7 @@ def test_steps_0_only_evaluates_and_saves_no_model_and_beta_0_needs_no_reference
     assert "kl" not in rolled(beta=0.0, sync_reference=1).history[2]
 
 
-def test_a_list_of_ends_stops_samples_and_other_generation_settings_change_none(rolled):
+def test_only_the_ends_of_a_generation_config_count(rolled):
     def with_settings(name, **settings):
         model = build("llama", TINY)
         vars(model.generation_config).update(settings)

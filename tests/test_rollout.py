@@ -73,7 +73,7 @@ def check_tokens(model, samples, args):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_each_token_is_what_its_uniform_number_picks_from_the_model(name):
+def test_uniform_numbers_pick_tokens_of_the_model(name):
     model = model_of(name)
     args = flags()
     check_tokens(model, roll(model, args), args)
@@ -81,7 +81,7 @@ def test_each_token_is_what_its_uniform_number_picks_from_the_model(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3-window-6"])
-def test_samples_that_outgrow_the_room_of_the_cache_are_exact_too(name, monkeypatch):
+def test_samples_that_outgrow_the_room_are_exact(name, monkeypatch):
     model = model_of(name)
     model.generation_config.eos_token_id = None
     monkeypatch.setattr(TOKENIZER, "eos_token_id", None)
@@ -103,7 +103,7 @@ def test_models_with_wrong_samples_are_refused(name, dtype):
     (dict(top_p=0.69), [0, 4 / 7, 0, 0, 3 / 7, 0]), (dict(top_p=0.71), [0, 0.4 / 0.95, 0, 0.25 / 0.95, 0.3 / 0.95, 0]),
     (dict(top_k=2, top_p=0.5), [0, 1, 0, 0, 0, 0]),  # top_p counts what top_k left: 0.4 / 0.7 is more than half
     (dict(temperature=0.5), [p * p / 0.315 for p in (0, 0.4, 0.05, 0.25, 0.3, 0)])])
-def test_a_grid_of_uniform_numbers_draws_each_token_as_often_as_it_is_probable(changes, truth):
+def test_tokens_are_drawn_as_often_as_they_are_probable(changes, truth):
     logits = tensor([0.0, 0.4, 0.05, 0.25, 0.3, 0.0]).log()
     grid = torch.linspace(0, 1 - 2.0**-53, 1000, dtype=torch.float64)
     tokens, logps, entropy = draw(logits.expand(len(grid), -1), grid, **changes)
@@ -115,7 +115,7 @@ def test_a_grid_of_uniform_numbers_draws_each_token_as_often_as_it_is_probable(c
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
-def test_samples_depend_on_seed_step_and_place_and_not_on_the_batch(name):
+def test_samples_do_not_depend_on_the_batch(name):
     model = model_of(name)
     args = flags()
     first = roll(model, args).groups

@@ -45,14 +45,14 @@ def test_the_algorithm_comes_first(script):
     assert rulers[-len(shared):] == shared == list(blocks("dpo"))[-len(shared):] and len(shared) > 3
 
 
-def test_blocks_that_are_said_to_be_the_same_are_the_same_text():
+def test_shared_blocks_are_the_same_text():
     for script in SCRIPTS:
         for words, text in blocks(script).items():
             for other in re.findall(r"(\w+)\.py", words.partition("the same in")[2]):
                 assert blocks(other)[words] == text, f"{words}: {script}.py and {other}.py differ"
 
 
-def test_functions_that_two_scripts_share_lie_in_a_shared_block():
+def test_shared_functions_lie_in_shared_blocks():
     for one, other in itertools.combinations(SCRIPTS, 2):
         theirs = definitions(other)
         shared = "".join(text for words, text in blocks(one).items() if f"{other}.py" in words)
@@ -116,7 +116,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(script, tmp_path, capsys):
     assert not any("Traceback" in line for line in printed)
 
 
-def test_out_of_memory_names_the_flag_to_lower_and_exits_with_2(tmp_path, capsys, monkeypatch):
+def test_out_of_memory_names_the_flag_to_lower(tmp_path, capsys, monkeypatch):
     def checkpoint_digest(name):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
@@ -126,7 +126,7 @@ def test_out_of_memory_names_the_flag_to_lower_and_exits_with_2(tmp_path, capsys
 
 
 @EACH
-def test_demo_is_found_from_every_folder_and_keeps_the_flags_that_are_given(script, tmp_path, monkeypatch):
+def test_demo_keeps_the_flags_that_are_given(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = SCRIPTS[script].resolve(SCRIPTS[script].Args(eval_data="mine"))
     assert Path(args.model).is_dir() and Path(args.data).exists() and args.eval_data == "mine" and args.lr == 2e-4

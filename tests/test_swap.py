@@ -64,7 +64,7 @@ def test_swap_holds_one_copy_on_the_host():
             assert sum(held[place] for place in on_host) == policy.num_parameters()
 
 
-def test_parameters_stay_the_same_objects_for_the_optimizer_and_tied_ones_are_held_once():
+def test_parameters_stay_the_same_objects():
     policy = make("llama-tied", 1)
     before = dict(policy.named_parameters())
     swap = Swap(policy, make("llama-tied", 2))
@@ -75,7 +75,7 @@ def test_parameters_stay_the_same_objects_for_the_optimizer_and_tied_ones_are_he
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_reference_does_not_move_with_the_model_that_it_came_from(given):
+def test_reference_does_not_move_with_its_model(given):
     policy = make("llama", 1)
     reference = make("llama", 2) if given else policy
     before = copy_of(reference)
