@@ -43,15 +43,6 @@ def test_benchmark_beside_trl_prints_rows(line, row):
 
 
 @pytest.mark.slow
-def test_hh_prints_rows(tmp_path):
-    pytest.importorskip("trl")
-    rows = [{"prompt": f"Human: {n}?", "chosen": f" I see {n}.", "rejected": f" No {n * n}, no."} for n in range(80)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = start("hh", "--data", tmp_path / "rows.jsonl", "--tiny")
-    assert all(f"\n| {way} | " in found for way in ("dpo | refcache", "dpo | trl", "kto | refcache", "kto | trl"))
-
-
-@pytest.mark.slow
 def test_frontier_gives_table_and_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     start("frontier", "--out", tmp_path, "--tiny")

@@ -171,7 +171,7 @@ def test_interrupted_pass_continues(path, known):
 # --- files
 
 
-def test_two_jobs_that_share_a_file_keep_the_results_of_both(path, whole):
+def test_two_jobs_share_a_file(path, whole):
     one = ReferenceCache(**HEADER)
     one.score(load_model(), [GROUPS[0], (Q, [(44, 2)])], temperature=0.5)  # other numbers, to tell the jobs apart
     first = one[Q, (44, 2)].copy()

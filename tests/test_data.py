@@ -108,7 +108,7 @@ def test_pairs_without_a_prompt(load):
         assert load([shared])[0][:3] == load([row])[0][:3]
 
 
-def test_whole_conversations_and_a_string_before_messages(load):
+def test_whole_conversations(load):
     expected = load(CHATS[:1])[0][:3]
     for prompt in (PROMPT, PROMPT[0]["content"]):
         for before in ([], PROMPT):
@@ -145,7 +145,7 @@ def test_as_chat_makes_messages_of_strings(load):
         load([NO_PROMPT], as_chat=True)  # what the answers have in common is no turn
 
 
-def test_strings_that_meet_a_chat_template_are_reported(load, capsys):
+def test_strings_beside_a_template_are_reported(load, capsys):
     load([TEXT])
     assert "--as_chat" in capsys.readouterr().out
     load([TEXT], byte_level())  # it has no template
@@ -188,7 +188,7 @@ SHAPES = [  # template, what it makes of an answer, and of spaces around it, whe
 
 
 @pytest.mark.parametrize("template, trained, spaced, differs", SHAPES)
-def test_prompts_are_those_of_rloo_and_answers_are_whole(load, capsys, template, trained, spaced, differs):
+def test_templates_give_the_prompts_of_rloo(load, capsys, template, trained, spaced, differs):
     tokenizer = byte_level(chat_template=template)
     prompt = SYSTEM + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
     pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt, s also in </s>
@@ -199,14 +199,6 @@ def test_prompts_are_those_of_rloo_and_answers_are_whole(load, capsys, template,
     assert tokenizer.decode(sampled.prompt).count("Be brief.") == 1
     for row, answer in zip(rows, ("Warm.", spaced), strict=True):
         assert decode(row, tokenizer)[1:] == [trained.format(answer), trained.format("s")]
-
-
-def test_an_answer_of_several_turns_is_rendered_whole(texts):
-    tokenizer = byte_level(chat_template=MISTRAL)
-    row = chat(rejected="No.") | dict(chosen=said("Yes.") + said("?", "user") + said("Yes."))
-    row["prompt"] = SYSTEM + row["prompt"]
-    answers = [" Yes.</s>[INST] ?[/INST] Yes.</s>", " No.</s>"]
-    assert texts(row, tokenizer) == ["<s>[INST] Be brief.\n\nq[/INST]", *answers]
 
 
 def test_template_that_strips_the_answer_is_refused(load):
@@ -224,7 +216,7 @@ def test_broken_template_is_refused(load, template):
 @pytest.mark.parametrize("beginning, tokenizer", [
     ("", byte_level()), ("", byte_level(back=["</s>"])), ("<s>", byte_level(["<s>"])),
     ("<s><en>", byte_level(["<s>", "<en>"], ["</s>"])), ("", ByT5Tokenizer())])
-def test_a_text_gets_the_tokenizers_beginning_once_and_one_eos(texts, beginning, tokenizer):
+def test_text_gets_one_bos_and_one_eos(texts, beginning, tokenizer):
     if tokenizer.is_fast:  # its file may ask for these
         tokenizer.backend_tokenizer.enable_truncation(4)
         tokenizer.backend_tokenizer.enable_padding()
@@ -239,7 +231,7 @@ def test_a_chat_gets_no_bos_beyond_its_template(texts, beginning):
     assert texts(chat(), tokenizer) == [beginning + "<user>q<assistant>", "a", "b"]
 
 
-def test_each_of_many_rows_is_tokenized_as_it_would_be_alone(load):
+def test_many_rows_are_tokenized_as_alone(load):
     numbers = range(4000)
     rows = load([dict(prompt=f"The tea {n}", chosen=f" was {n}.", rejected=f" is {n}.") for n in numbers])
     assert [decode(row) for row in rows] == [[f"The tea {n}", f" was {n}.{END}", f" is {n}.{END}"] for n in numbers]
@@ -265,7 +257,7 @@ def test_long_rows_are_dropped_and_a_length_is_named(load, capsys):
     (TEXT, dict(prompt=""), "empty"), (TEXT, dict(chosen=" \n"), "empty"), (TEXT, dict(chosen=END), "empty"),
     (NO_PROMPT, dict(chosen="x"), "empty.*common beginning"),
     (TEXT, dict(chosen=TEXT["rejected"] + END), "equal"), (chat(), dict(chosen=said(" ")), "empty")])
-def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, good, bad, words):
+def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, words):
     bad = good | bad
     assert len(load([good, bad, good, bad])) == 2
     assert re.search(rf"2 of 4 rows.*2 .*{words}", capsys.readouterr().out)
@@ -302,7 +294,7 @@ def test_unreadable_rows_are_refused_by_name(load, bad, words):
 
 @pytest.mark.parametrize("script, columns", [
     (dpo, "prompt, chosen, rejected"), (kto, "prompt, completion, label"), (rloo, "prompt")])
-def test_rows_with_other_columns_are_told_which_are_expected(load, script, columns):
+def test_rows_are_told_which_columns_are_expected(load, script, columns):
     for row in (dict(question="q", answer="a"), dict(completion="a", label=1)):
         with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found .*{'.*'.join(row)}"):
             load([row], script=script)
@@ -321,7 +313,7 @@ def test_answers_that_are_json_are_not_messages(texts):
         assert texts(dict(TEXT, chosen=chosen), tokenizer)[1] == chosen + "</s>"
 
 
-def test_labels_are_what_json_python_and_spreadsheets_write(load):
+def test_labels(load):
     row = dict(prompt="The tea", completion=" was warm.")
     labels = [True, 1, 1.0, "1", "true", "True", False, 0, 0.0, "0", "false", "False"]
     rows = load([dict(row, label=label) for label in labels], script=kto)
@@ -376,7 +368,7 @@ def test_every_format_gives_the_same_rows(load, tmp_path, name):
     ("a.csv", b"prompt,chosen,rejected\n"),
     ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good, bad, and more\n"),  # a comma outside of quotes
     ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good\n")])
-def test_files_that_cannot_be_read_or_hold_no_rows_are_named(load, tmp_path, name, content):
+def test_bad_files_are_named(load, tmp_path, name, content):
     path = tmp_path / name.partition(":")[0]
     if content:
         path.write_bytes(content)

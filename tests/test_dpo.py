@@ -71,7 +71,7 @@ def test_files_of_a_finished_run(run):
 
 
 @BOTH
-def test_every_metric_is_explained_in_the_docstring(run, script):
+def test_every_metric_is_explained(run, script):
     files = run(script, **FIRST).out
     names = {name for line in open(files / "metrics.jsonl") for name in json.loads(line)} - {"step"}
     assert {"learning_rate", "grad_norm", "logps/chosen", "tokens_per_second"} <= names
@@ -134,7 +134,7 @@ def test_complete_cache_is_only_read(run, loaded):
 
 
 @pytest.mark.parametrize("flags", [dict(ref="none"), dict(loss=("simpo",)), dict(loss=("simpo", "sft"))])
-def test_runs_without_a_reference_load_and_cache_none(loaded, flags):
+def test_runs_without_a_reference(loaded, flags):
     args = arguments(steps=1, **flags)
     history = dpo.main(args)
     assert loaded == [(True, 1)] and not list(Path(args.out).glob("*.pkl"))
@@ -160,7 +160,7 @@ def test_only_what_the_run_needs_is_scored(run, script):
     assert len(cache) == 2 * (2 * 2 + 3)
 
 
-def test_cache_of_other_numbers_stops_the_run_at_step_1(tmp_path):
+def test_cache_of_other_numbers_stops_the_run(tmp_path):
     args = arguments(ref_cache=f"{tmp_path}/lies.pkl")
     model = AutoModelForCausalLM.from_pretrained(tiny())
     with torch.no_grad():
@@ -174,7 +174,7 @@ def test_cache_of_other_numbers_stops_the_run_at_step_1(tmp_path):
 
 # ---- Order, held-out rows, learning rate -----------------------------
 
-def test_batches_are_permutations_and_a_function_of_seed_and_step():
+def test_batches_are_permutations():
     def epochs(seed):
         order = [row for step in range(1, 11) for row in batch_rows(step, list(range(10)), 3, seed)]
         return order[:10], order[10:20], order[20:]
@@ -237,12 +237,12 @@ def test_generation_config_changes_no_answer():
     assert answers_of(policy, seed=1) != plain
 
 
-def test_answers_are_drawn_from_the_whole_vocabulary(uniform):
+def test_answers_are_of_the_whole_vocabulary(uniform):
     """transformers' default would keep 50 tokens."""
     assert len(set(answers_of(uniform, [(5, 9)] * 200, tokens=1))) > 100
 
 
-def test_answers_end_before_any_stop_token_and_hold_no_padding(uniform):
+def test_answers_hold_no_stop_token(uniform):
     """Padding is token 0, which means "!" in GPT-2's vocabulary."""
     policy = deepcopy(uniform)
     policy.generation_config.eos_token_id = list(range(300))

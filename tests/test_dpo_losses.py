@@ -57,7 +57,7 @@ def test_formulas_cover_every_loss_of_the_command_line():
 
 
 @EACH_LOSS
-def test_value_and_gradient_equal_the_formula_in_plain_python(name):
+def test_losses_equal_their_formulas(name):
     leaves = [values.double().requires_grad_() for values in PAIRS[:4]]
     batch = Batch(*leaves, *(values.double() for values in PAIRS[4:]))
     losses = preference_loss(name, *batch, **OPTIONS)
@@ -113,7 +113,7 @@ def test_ties_are_judged_on_log_ratios_whatever_beta_is(difference, accuracy):
 @pytest.mark.parametrize("loss, chosen, rejected", [
     (("simpo",), [0.2 * 2 / 8, 0.2 * -1.5 / 10], [0.2 * -1 / 6, 0.2 * 0.5 / 14]),
     (("simpo", "sft"), [0.4, -0.3], [-0.2, 0.1]), (("ipo",), [0.4, -0.3], [-0.2, 0.1])])
-def test_rewards_are_of_whole_answers_but_for_simpo_alone(loss, chosen, rejected):
+def test_simpo_alone_has_rewards_per_token(loss, chosen, rejected):
     """Its reward is per token, as in its paper and in TRL."""
     values = metrics(PAIRS, dpo.replace(ARGS, loss=loss))
     assert values["rewards/chosen"].tolist() == pytest.approx(chosen)

@@ -29,7 +29,7 @@ def errors(name, groups, truth):
 
 
 @pytest.mark.parametrize("name", [*ON_CUDA, "gemma2-softcaps", "glm4-moe-buffer", "mamba"])
-def test_float32_values_and_gradients_are_those_of_the_cpu(name):
+def test_float32_equals_the_cpu(name):
     truth = exact(name, GROUPS)
     for x, y in zip(values_and_gradients(completion_logprobs, make(name).cuda(), GROUPS), truth):
         assert (x.cpu() - y).abs().max() < 1e-4 * y.abs().max().clamp(min=1)
@@ -90,7 +90,7 @@ def test_tied_bfloat16_model_agrees_with_its_reference(script, lora, run):
         assert history[1]["logratio"] == 0
 
 
-def test_greedy_rollouts_are_those_of_one_prompt_at_a_time():
+def test_greedy_rollouts_do_not_depend_on_the_batch():
     policy = make("llama").cuda()
     prompts = [(5, 6, 7), (9, 8), (4, 3, 2, 11, 12)]
     tokenizer = SimpleNamespace(eos_token_id=None, batch_decode=lambda *_, **__: [])

@@ -79,7 +79,7 @@ def test_answers_to_other_prompts_are_cut(capsys):
     assert n_cut and f"{n_cut} of 8 " in capsys.readouterr().out
 
 
-def test_held_out_rows_never_get_an_answer_to_their_own_prompt():
+def test_held_out_rows_get_answers_to_other_prompts():
     rows = [Row((i % 2,), (10 + i % 2,), True, (), {}) for i in range(10)]
     _, held_out = draw_others(rows, rows[1:] + rows[:1], Args())
     assert all(row.other == (11 - row.prompt[0],) for row in held_out)
@@ -106,7 +106,7 @@ def test_z_is_the_mean_over_the_whole_batch():
 
 # ---- Training --------------------------------------------------------
 
-def test_a_batch_of_one_kind_has_no_mean_of_the_other_kind(run):
+def test_batch_of_one_kind(run):
     values = run("kto", batch_size=1).history[1]
     assert ("rewards/chosen" in values) != ("rewards/rejected" in values) and "rewards/margins" not in values
 

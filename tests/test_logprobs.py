@@ -52,7 +52,7 @@ def use_attention(monkeypatch, function):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_values_and_gradients_equal_one_forward_per_sequence(name):
+def test_shared_rows_equal_one_forward_per_sequence(name):
     model = make(name)
     assert_exact(model)
     assert has_shared_prompts(model) == MODELS[name][2]
@@ -76,7 +76,7 @@ def test_size_of_the_head_chunks_changes_memory_only(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window-5"])
-def test_single_completion_is_bitwise_equal_to_the_plain_row(name):
+def test_single_completion_is_the_plain_row(name):
     group = [(P, [(12, 4, 55, 2)])]
     assert torch.equal(flat(completion_logprobs(make(name), group)), flat(slow(make(name, attention="sdpa"), group)))
 
@@ -163,7 +163,7 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ON_CUDA)
-def test_no_micro_batch_reads_a_number_from_a_tensor(name):
+def test_no_micro_batch_waits(name):
     model = make(name)
     assert enable_shared_prompts(model)
     with Reads() as reads:
@@ -257,7 +257,7 @@ def test_attention_that_is_slightly_off_gets_padded_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("keyword", ["softcap", "s_aux", "position_bias"])
-def test_attention_with_more_than_masked_scores_gets_padded_rows(monkeypatch, capsys, keyword):
+def test_other_scores_get_padded_rows(monkeypatch, capsys, keyword):
     use_attention(monkeypatch, lambda shared, *args, **kwargs: shared(*args, **kwargs, **{keyword: torch.ones(1)}))
     assert not enable_shared_prompts(make("llama"))
     assert "softcapped scores" in capsys.readouterr().out
@@ -294,7 +294,7 @@ def test_a_window_makes_no_mask_of_all_pairs():
 
 
 @pytest.mark.parametrize("change", [torch.sin, lambda logits: logits * 1.1])
-def test_what_a_model_does_to_its_logits_is_its_own_code(change):
+def test_softcap_and_scale_are_the_models_own(change):
     model = make("llama")
     forward = model.forward
     model.forward = lambda *args, **kwargs: SimpleNamespace(logits=change(forward(*args, **kwargs).logits))

@@ -118,7 +118,7 @@ def test_rewards_are_weighted():
     assert means == {"rewards/f0": 2.5, "rewards/f1": 15}
 
 
-def test_columns_of_any_row_come_once_per_sample_with_token_ids():
+def test_columns_come_once_per_sample():
     seen = {}
 
     def reward(**columns):
@@ -208,18 +208,7 @@ def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch
     assert type(read(one.out / "samples.jsonl")[0]["prompt"]) is kind
 
 
-@pytest.mark.parametrize("said", ["end", "The end. "])
-def test_a_sample_that_was_cut_off_is_scored_as_it_was_sampled(tmp_path, said):
-    """Also if its words stand in the prompt or in the template's ending, and if the template trims answers."""
-    path = classifier(tmp_path / "judge")
-    judge = RewardModel(path, "cpu", Args())
-    judge.tokenizer.chat_template = judge.tokenizer.chat_template.replace("message.content", "message.content | trim")
-    sampled = [f"<|user|>Which end?<|end|><|assistant|>{text}" for text in (said, said.strip() + "<|end|>")]
-    scores = judge([chat("Which end?")] * 2, [chat(said, "assistant")] * 2, [False, True])
-    assert scores == pytest.approx(scores_of(path, sampled), abs=1e-5)
-
-
-def test_models_with_random_heads_or_two_outputs_are_refused(tmp_path):
+def test_bad_reward_models_are_refused(tmp_path):
     headless = tmp_path / "headless"
     AutoModel.from_pretrained(tiny()).save_pretrained(headless)
     TOKENIZER.save_pretrained(headless)
@@ -235,7 +224,7 @@ def test_models_with_random_heads_or_two_outputs_are_refused(tmp_path):
 
 @pytest.mark.parametrize("changes", [
     dict(updates_per_rollout=2, temperature=0.8, reward_clip=(0.9, 1.2), mask_truncated=True), dict()], ids=str)
-def test_training_equals_a_slow_loop_of_two_models(rolled, changes):
+def test_training_equals_a_slow_loop(rolled, changes):
     one = rolled(**changes)
     args = replace(Args(lr=1e-3), **changes)
     policy, reference = (AutoModelForCausalLM.from_pretrained(MODEL) for _ in range(2))
@@ -316,7 +305,7 @@ def test_standard_deviations_need_two_scored_samples():
     assert rloo.metrics(samples, tensor([[2.0]]))["reward_std"] == 0
 
 
-def test_metrics_show_how_far_the_sampler_is_from_training(monkeypatch):
+def test_sampling_logp_difference(monkeypatch):
     def another_sampler(*inputs):
         samples = rollout(*inputs)
         samples.logps[0, 0, 0] += 0.5

@@ -148,7 +148,7 @@ def test_rows_that_leave_early_change_no_other_row(name, monkeypatch):
     assert len({len(y) for _, ys in short.groups for y in ys}) > 4
 
 
-def test_rollout_tokens_bounds_the_places_of_every_batch(monkeypatch):
+def test_rollout_tokens_bounds_every_batch(monkeypatch):
     places = []
 
     def spy(core, prompts, u, *rest, real=rloo.decode):
@@ -160,7 +160,7 @@ def test_rollout_tokens_bounds_the_places_of_every_batch(monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [dict(steps=0), dict(steps=2), dict(steps=2, dtype="bfloat16")], ids=str)
-def test_a_wrong_sampler_ends_a_run_before_its_first_sample(monkeypatch, flags):
+def test_wrong_sampler_ends_a_run(monkeypatch, flags):
     factor = 1.5 if "dtype" in flags else 1.02
     monkeypatch.setattr(rloo, "draw", lambda logits, *rest: draw(logits * factor, *rest))
     args = arguments("rloo", **flags)

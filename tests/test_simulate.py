@@ -60,11 +60,11 @@ def test_every_script_runs_on_the_simulated_gpu(found):
 @pytest.mark.parametrize("script, phase, most", [
     ("dpo", "run_batch", 1), ("dpo", "score", 1), ("dpo", "step", 3), ("kto", "score", 1), ("kto", "run_batch", 2),
     ("kto", "step", 3), ("rloo", "score_reference", 0), ("rloo", "run_batch", 2), ("rloo", "rollout", 17)])
-def test_the_host_waits_for_the_gpu_at_most_so_often(script, phase, most, found):
+def test_waits_for_the_gpu(script, phase, most, found):
     assert max(waits for _, waits in found["phases"][script, phase]) <= most
 
 
-def test_no_kernel_of_the_model_is_started_per_row(found):
+def test_no_kernel_per_row(found):
     phases = found["phases"]
     small, large = found["pairs"]
     assert large >= small + 10

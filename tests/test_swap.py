@@ -109,7 +109,7 @@ def test_differences_that_change_no_log_prob_are_accepted():
         assert torch.equal(model(IDS).logits, reference(IDS).logits)
 
 
-def test_frozen_weights_of_another_reference_are_swapped():
+def test_frozen_weights_are_swapped_too():
     """Else the reference would be a mixture of the two models."""
     policy = make("llama", 1)
     reference = make("llama", 2)
