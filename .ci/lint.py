@@ -34,4 +34,4 @@ for file in [file for folder in (".", "tests", "benchmarks", ".ci", "demo") for 
         (end,) = [node.end_lineno for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
         if end > MAIN_ENDS[name]:
             faults.append(f"{name}: main() ends in line {end}, after line {MAIN_ENDS[name]}")
-sys.exit("\n".join(faults))
+sys.exit("\n".join(faults) or 0)
