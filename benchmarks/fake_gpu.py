@@ -38,12 +38,13 @@ GPUS = {  # of the data sheet: GB, bfloat16 TFLOP/s, TB/s; then the shares that 
     "A100": (80, 312, 2.04, 0.80, 0.60, 0.88),
 }
 HOST_SECONDS, KERNEL_SECONDS = 5e-6, 2e-6  # to start a kernel; of the smallest kernel
+LINK_RATE = 5e10  # bytes per second between CPU and GPU
 KERNELS = {"_varlen_attn": 2, "_varlen_attn_backward": 5, "index_add": 2}
 NO_KERNEL = ("empty", "new_empty", "resize", "set_", "detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh")
 
 
 class FakeGPU(TorchDispatchMode):
-    """`with gpu:` what is on "cuda" is fake. `with gpu.measure() as found:` counts."""
+    """`with gpu:` tensors on "cuda" are fake. `with gpu.measure() as found:` counts."""
 
     def __init__(self, name: str, integers: int = 1):
         super().__init__()
@@ -96,7 +97,6 @@ class FakeGPU(TorchDispatchMode):
         self.host = max(self.host, self.device)
 
     def add_kernels(self, kernels, moved, flops=0, share=1):
-        """share: of the peak FLOP/s."""
         bandwidth = self.byte_rate * self.shares[2]
         seconds = max(flops / self.flop_rate / share, moved / bandwidth, KERNEL_SECONDS * kernels)
         self.counts.update(kernels=kernels, flops=flops, seconds=seconds)
@@ -119,6 +119,8 @@ class FakeGPU(TorchDispatchMode):
             is_pinned = kwargs.pop("pin_memory", False)
             out = func(*args, **kwargs)
             return pin(out) if is_pinned else out
+        if inputs and name.endswith("_like") and device is not None and not to_gpu:
+            return pin(torch.empty(args[0].shape, dtype=args[0].dtype))  # on the CPU
         if name == "copy_" and len(fake_tensors(args[:2])) == 1:
             return self.transfer(args[1], args[0], len(args) > 2 and args[2])
         if name == "_to_copy" and device is not None and to_gpu != bool(inputs):
@@ -150,12 +152,12 @@ class FakeGPU(TorchDispatchMode):
         return out
 
     def value(self, dtype):
-        """What the host reads of a tensor on the GPU."""
+        """What the host reads."""
         return 1e-6 if dtype.is_floating_point else dtype == torch.bool or self.integers
 
     def transfer(self, source, target, non_blocking):
-        """A copy between CPU and GPU. It is waited for unless it is non_blocking and the CPU's memory is pinned."""
-        self.add_kernels(1, bytes_of([source]))
+        """Between CPU and GPU. It is waited for unless it is non_blocking and the CPU's memory is pinned."""
+        self.add_kernels(1, bytes_of([source]) * self.byte_rate * self.shares[2] / LINK_RATE)
         to_cpu = isinstance(source, FakeTensor)
         if not (non_blocking and hasattr((target if to_cpu else source).untyped_storage(), "pinned")):
             self.wait("copy to the CPU" if to_cpu else "copy to the GPU")
@@ -181,7 +183,7 @@ class FakeGPU(TorchDispatchMode):
         self.add_kernels(kernels, moved, flops, share)
 
     def attention_flops(self, inputs) -> float:
-        """Of the forward. The last query of a span sees all of its keys."""
+        """Of the forward. A span's last query sees all of its keys."""
         query, key = inputs[:2]
         spans = []
         for ends in [tensor for tensor in inputs if tensor.dtype == torch.int32][:2]:  # cu_seq_q, cu_seq_k
@@ -206,10 +208,8 @@ def pin(tensor, *_):
     return tensor
 
 
-# ---- What torch asks of CUDA outside of operators ---------------------
-
 def pretend(gpu: FakeGPU):
-    """Until this process ends, torch finds a GPU."""
+    """What torch asks of CUDA outside of operators, until this process ends."""
     stream = MagicMock()  # or event
     stream.return_value.synchronize.side_effect = lambda: gpu.wait("event")
     answers = dict(

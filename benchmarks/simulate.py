@@ -44,8 +44,6 @@ class Args:
     tiny: bool = False  # does it run?
 
 
-# ---- What is replaced ------------------------------------------------
-
 def load_stored(kind, name, *_, config=None, dtype="auto", output_loading_info=False, **__):
     """PreTrainedModel.from_pretrained of a checkpoint in bfloat16: shapes without data."""
     with torch.device("meta"):
@@ -84,8 +82,6 @@ def make_folder(args: Args, folder: str):
     Path(folder, "model.safetensors").write_bytes(b"no weights")
     AutoTokenizer.from_pretrained(ROOT / "demo/model").save_pretrained(folder)
 
-
-# ---- A run -----------------------------------------------------------
 
 def run(args: Args, flags: list[str]) -> list[tuple]:
     """Returns [(phase, what FakeGPU.measure() found), ..]"""
@@ -173,8 +169,6 @@ def run_trl(args: Args, flags: list[str], folder: str) -> list[tuple]:
             trainer.train()
     return [("load and score", load), ("step", step)]
 
-
-# ---- Tables ----------------------------------------------------------
 
 def report(args: Args, flags: list[str]):
     for name, found in run(args, flags):
