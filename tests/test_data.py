@@ -168,8 +168,8 @@ def test_token_across_the_boundary_moves_to_the_answers(load):
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-GEMMA = "{{ bos_token }}" + CHATML.replace("m.content", "m.content | trim").replace(
-    "m.role", "'model' if m.role == 'assistant' else m.role").replace(">assistant", ">model")
+LLAMA3 = "{{ bos_token }}" + CHATML.replace("m.content", "m.content | trim").replace("im_end", "eot_id")
+GEMMA = LLAMA3.replace("m.role", "'model' if m.role == 'assistant' else m.role").replace(">assistant", ">model")
 NOTHING = "<think>\n\n</think>\n\n"
 QWEN3 = CHATML.replace("{{ m.content", "{{ '%s' if m.role == 'assistant' and loop.last }}{{ m.content" % NOTHING)
 MISTRAL = "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] " \
@@ -180,7 +180,8 @@ R1 = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assis
      "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 SYSTEM = said("Be brief.", "system")
 SHAPES = [  # template, what it makes of an answer, and of spaces around it, whether the prompt reads differently
-    (CHATML, "{}<|im_end|>\n", " Warm. ", False), (GEMMA, "{}<|im_end|>\n", "Warm.", False),
+    (CHATML, "{}<|im_end|>\n", " Warm. ", False), (GEMMA, "{}<|eot_id|>\n", "Warm.", False),
+    (LLAMA3, "{}<|eot_id|>\n", "Warm.", False),
     (QWEN3, NOTHING + "{}<|im_end|>\n", " Warm. ", False),
     (QWEN3.replace("assistant\n", "assistant\n" + NOTHING), "{}<|im_end|>\n", " Warm. ", False),
     (MISTRAL, " {}</s>", "Warm.", True), (R1, "{}</s>", " Warm. ", True),
