@@ -93,7 +93,7 @@ def test_lr_zero_changes_nothing(run):
 
 @BOTH
 def test_memory_flags_change_memory_only(run, script):
-    assert same(run(script, **FIRST), run(script, **FIRST, tokens_per_forward=90, gradient_checkpointing=True), 1e-4)
+    assert same(run(script, **FIRST), run(script, **FIRST, tokens_per_forward=90, gradient_checkpointing="on"), 1e-4)
 
 
 def test_losses_and_their_weights_reach_the_run(run):

@@ -251,7 +251,7 @@ def test_resume_inside_a_window_scores_all_of_it(tmp_path, monkeypatch):
 # ---- Which command resumes a run -------------------------------------
 
 @pytest.mark.parametrize("name, changes", [
-    ("dpo", dict(tokens_per_forward=100, gradient_checkpointing=True, save_every=7, model_every=1)),
+    ("dpo", dict(tokens_per_forward=100, gradient_checkpointing="on", save_every=7, model_every=1)),
     ("rloo", dict(rollout_tokens=50, tokens_per_forward=100))], ids=["dpo", "rloo"])
 def test_flags_of_memory_and_files_may_change(name, changes, tmp_path):
     history = without_speed(start(name, copy_of(name, tmp_path), **changes))
