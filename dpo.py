@@ -55,7 +55,7 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, local, micro_batches, process_group,
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, memory_share, micro_batches, process_group,
     processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
@@ -611,25 +611,13 @@ def load_model(name: str, device: str, args, trains: bool = False):
     if trains_all:
         model.float()
     enable_shared_prompts(model)
-    is_large = trains and device == "cuda" and needs_checkpointing(model, args)
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward, args.max_length) > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     return model
-
-
-def needs_checkpointing(model, args) -> bool:
-    """Prints the GPU memory of a step, from that of one forward. True if it is over 85 % of the GPU's."""
-    weights = torch.cuda.memory_allocated()
-    prompt = (1,) * min(1000, args.max_length - 1)
-    logps = completion_logprobs(model, [(prompt, [(1,)])])  # noqa: F841  keeps what a backward pass needs
-    activations = (torch.cuda.memory_allocated() - weights) * args.tokens_per_forward / len(prompt)
-    trained = sum(local(weight).nbytes for weight in model.parameters() if weight.requires_grad)
-    *parts, size = (n / 1e9 for n in (weights, 3 * trained, activations, torch.cuda.mem_get_info()[1]))
-    print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts), f"of {size:.1f} on the GPU")
-    return sum(parts) > 0.85 * size
 
 
 def load_checkpoint(kind, name: str, dtype: str = "auto"):

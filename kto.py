@@ -55,7 +55,7 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, local, micro_batches, process_group,
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, memory_share, micro_batches, process_group,
     processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
@@ -251,7 +251,8 @@ def main(args: Args) -> list[dict]:
     print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out. The first, | before each trained token:")
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].completion), sep="|")
     if args.loss == "kto":
-        train_rows, eval_rows = draw_others(train_rows, eval_rows, args)
+        eval_rows = draw_others(eval_rows, train_rows, args)
+        train_rows = draw_others(train_rows, train_rows, args)
     print_balance(train_rows, args)
     train_rows = [row._replace(columns={}) for row in train_rows]  # texts would take as much memory as tokens
     batch_size = min(args.batch_size, len(train_rows))
@@ -412,47 +413,30 @@ def is_desirable(row: dict) -> bool:
     return label in ("true", "1", "1.0")
 
 
-def derange(prompts: list[tuple], seed: int) -> list[int]:
-    """For each row the index of one with another prompt; each occurs once. Rows sorted by prompt are rotated by the
-    number of rows of the most frequent prompt."""
-    rows_of: dict[tuple, list[int]] = {}
-    for i in generator(seed, "derange").permutation(len(prompts)).tolist():
-        rows_of.setdefault(prompts[i], []).append(i)
-    most = max(len(rows) for rows in rows_of.values())
-    if 2 * most > len(prompts):
-        raise BadInput(f"one prompt has {most} of {len(prompts)} rows, too many for z: use --loss apo_zero_unpaired")
-    order = [i for rows in rows_of.values() for i in rows]
-    partners = dict(zip(order, order[most:] + order[:most]))
-    return [partners[i] for i in range(len(prompts))]
-
-
-def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tuple[list[Row], list[Row]]:
-    """Draws y' for every row, once. Held-out rows get answers of training rows."""
-    partners = derange([row.prompt for row in train_rows], args.seed)
-    train_others = [train_rows[j] for j in partners]
-    eval_others = []
-    for i, row in enumerate(eval_rows):
-        turn = i % len(partners)
-        candidates = (train_rows[j] for j in partners[turn:] + partners[:turn])
-        eval_others.append(next(other for other in candidates if other.prompt != row.prompt))
-
-    def with_others(rows, others):
-        pairs = zip(rows, others)
-        return [row._replace(other=other.completion[:args.max_length - len(row.prompt)]) for row, other in pairs]
-
-    rows = with_others(train_rows + eval_rows, train_others + eval_others)
-    n_cut = sum(len(row.other) < len(other.completion) for row, other in zip(rows, train_others + eval_others))
+def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
+    """The rows with y', an answer to another prompt: in a random order of `sources` the first at or after their own
+    place. Drawn once."""
+    order = generator(args.seed, "others").permutation(len(sources)).tolist()
+    drawn = []
+    n_cut = 0
+    for i, row in enumerate(rows):
+        candidates = (sources[order[(i + n) % len(order)]] for n in range(len(order)))
+        other = next((source.completion for source in candidates if source.prompt != row.prompt), ())
+        if not other:
+            raise BadInput("all rows have one prompt, and z needs another: use --loss apo_zero_unpaired")
+        drawn.append(row._replace(other=other[:args.max_length - len(row.prompt)]))
+        n_cut += drawn[-1].other != other
     print(f"{n_cut} of {len(rows)} y' are cut to --max_length")
-    return rows[:len(train_rows)], rows[len(train_rows):]
+    return drawn
 
 
-def print_balance(train_rows: list[Row], args: Args):
-    desirable = sum(row.is_desirable for row in train_rows)
-    undesirable = len(train_rows) - desirable
-    if not desirable or not undesirable:
+def print_balance(rows: list[Row], args: Args):
+    n_d = sum(row.is_desirable for row in rows)
+    n_u = len(rows) - n_d
+    if not n_d or not n_u:
         raise BadInput(f"{args.data}: all rows have the same label, but KTO needs both")
-    ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
-    print(f"{desirable} rows are desirable, {undesirable} not: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
+    ratio = args.desirable_weight * n_d / (args.undesirable_weight * n_u)
+    print(f"{n_d} rows are desirable, {n_u} not: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
 
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
@@ -674,25 +658,13 @@ def load_model(name: str, device: str, args, trains: bool = False):
     if trains_all:
         model.float()
     enable_shared_prompts(model)
-    is_large = trains and device == "cuda" and needs_checkpointing(model, args)
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward, args.max_length) > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     return model
-
-
-def needs_checkpointing(model, args) -> bool:
-    """Prints the GPU memory of a step, from that of one forward. True if it is over 85 % of the GPU's."""
-    weights = torch.cuda.memory_allocated()
-    prompt = (1,) * min(1000, args.max_length - 1)
-    logps = completion_logprobs(model, [(prompt, [(1,)])])  # noqa: F841  keeps what a backward pass needs
-    activations = (torch.cuda.memory_allocated() - weights) * args.tokens_per_forward / len(prompt)
-    trained = sum(local(weight).nbytes for weight in model.parameters() if weight.requires_grad)
-    *parts, size = (n / 1e9 for n in (weights, 3 * trained, activations, torch.cuda.mem_get_info()[1]))
-    print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts), f"of {size:.1f} on the GPU")
-    return sum(parts) > 0.85 * size
 
 
 def load_checkpoint(kind, name: str, dtype: str = "auto"):

@@ -717,6 +717,18 @@ def has_shared_prompts(model) -> bool:
     return unwrap_model(model).config._attn_implementation == SHARED
 
 
+def memory_share(model, tokens_per_forward: int, max_length: int) -> float:
+    """Prints the GPU memory of a training step, from that of one forward. Returns it as a share of the GPU's."""
+    weights = torch.cuda.memory_allocated()
+    prompt = (1,) * min(1000, max_length - 1)
+    logprobs = completion_logprobs(model, [(prompt, [(1,)])])  # noqa: F841  keeps what a backward pass needs
+    activations = (torch.cuda.memory_allocated() - weights) * tokens_per_forward / len(prompt)
+    trained = sum(local(weight).nbytes for weight in model.parameters() if weight.requires_grad)
+    *parts, size = (n / 1e9 for n in (weights, 3 * trained, activations, torch.cuda.mem_get_info()[1]))
+    print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts), f"of {size:.1f} on the GPU")
+    return sum(parts) / size
+
+
 def probe(core, lay_out: Callable, cut=False) -> tuple[float, torch.dtype]:
     """Largest difference, in nats, from log-probs of one forward per sequence, and the dtype of forwards. With `cut` a
     sequence ends earlier, which must change nothing."""

@@ -52,15 +52,15 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, DynamicLayer,
-    TopKLogitsWarper, TopPLogitsWarper)
+    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, DynamicLayer)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts, local,
-    micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded, unwrap_model, write_whole)
+    context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts,
+    memory_share, micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded, unwrap_model,
+    write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -106,8 +106,6 @@ class Args:
     clip_eps: float = 0.2  # the ratio is clipped to 1 ± clip_eps
     mask_truncated: bool = False  # leave out samples without EOS, also from the baseline
     temperature: float = 1.0  # of sampling, and of all log-probs
-    top_p: float = 1.0  # of sampling; log-probs are of the full distribution
-    top_k: int = 0  # of sampling, likewise; 0: off
     max_new_tokens: int = 128  # per sample
 
     epochs: float = 1.0  # passes over the data
@@ -455,7 +453,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     lengths = torch.full((B * k,), T, device=device)
     rows = torch.arange(B * k, device=device)  # the samples in the rows of the cache
     for t in range(T):
-        token, logps[rows, t], entropies[rows, t] = draw(logits, u[rows, t], args.temperature, args.top_p, args.top_k)
+        token, logps[rows, t], entropies[rows, t] = draw(logits, u[rows, t], args.temperature)
         tokens[rows, t] = token
         lengths[rows] = torch.where(torch.isin(token, stops), lengths[rows].clamp(max=t + 1), lengths[rows])
         alive = lengths[rows] > t + 1
@@ -480,17 +478,11 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     return [samples[i:i + k] for i in range(0, B * k, k)]
 
 
-def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
-    """(n, V) logits, (n,) uniform numbers -> (n,) tokens, their log-probs, and entropies: before top_k and top_p."""
+def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.Tensor, ...]:
+    """(n, V) logits, (n,) uniform numbers -> (n,) tokens, their log-probs, and entropies."""
     logps = torch.log_softmax(logits.float() / temperature, dim=-1)
-    kept = logps
-    if top_k:
-        kept = TopKLogitsWarper(top_k)(None, kept)
-    if top_p < 1:
-        kept = TopPLogitsWarper(top_p)(None, kept)
-    full_probs = logps.exp()
-    entropy = -(full_probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
-    probs = full_probs if kept is logps else kept.softmax(-1)
+    probs = logps.exp()
+    entropy = -(probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
     token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)
@@ -831,25 +823,13 @@ def load_model(name: str, device: str, args, trains: bool = False):
     if trains_all:
         model.float()
     enable_shared_prompts(model)
-    is_large = trains and device == "cuda" and needs_checkpointing(model, args)
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward, args.max_length) > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     return model
-
-
-def needs_checkpointing(model, args) -> bool:
-    """Prints the GPU memory of a step, from that of one forward. True if it is over 85 % of the GPU's."""
-    weights = torch.cuda.memory_allocated()
-    prompt = (1,) * min(1000, args.max_length - 1)
-    logps = completion_logprobs(model, [(prompt, [(1,)])])  # noqa: F841  keeps what a backward pass needs
-    activations = (torch.cuda.memory_allocated() - weights) * args.tokens_per_forward / len(prompt)
-    trained = sum(local(weight).nbytes for weight in model.parameters() if weight.requires_grad)
-    *parts, size = (n / 1e9 for n in (weights, 3 * trained, activations, torch.cuda.mem_get_info()[1]))
-    print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts), f"of {size:.1f} on the GPU")
-    return sum(parts) > 0.85 * size
 
 
 def load_checkpoint(kind, name: str, dtype: str = "auto"):
