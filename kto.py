@@ -365,13 +365,10 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(policy.device)
     own_config = core.generation_config
     core.generation_config = GenerationConfig()  # generate() would take its repetition_penalty, min_p, ..
-    try:
-        with unsharded(policy):
-            rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
-                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0,
-                                 synced_gpus=processes()[1] > 1)
-    finally:
-        core.generation_config = own_config
+    with unsharded(policy):
+        rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
+                             max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0)
+    core.generation_config = own_config
     return [tuple(takewhile(lambda token: token not in stops, row)) for row in rows[:, ids.shape[1]:].tolist()]
 
 
@@ -638,8 +635,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
 
 def stop_tokens(core, tokenizer) -> list[int]:
     """The ids that end a completion."""
-    stops = core.generation_config.eos_token_id
-    stops = stops if isinstance(stops, list) else [stops]
+    stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # it is a number, a list or None
     return sorted({tokenizer.eos_token_id, *stops} - {None})
 
 
@@ -688,10 +684,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     for name, module in model.named_modules():
         if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
-                                              autocast_adapter_dtype=trains)  # float32 weights train
+    warnings.filterwarnings("error", "Found missing adapter keys")
+    return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                          autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
@@ -803,13 +798,12 @@ def digest_of(items: list) -> str:
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
-    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
-    for weight in weights.values():
+    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in state.values():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
-    state = {name: weight.detach() for name, weight in weights.items()}
-    for name, weight in weights.items():
+    for name, weight in list(state.items()):
         state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
     return state
 
@@ -883,9 +877,8 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, ImportError, torch.OutOfMemoryError) as error:
-        advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
-        if isinstance(error, torch.OutOfMemoryError):
-            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing"
+    except (BadInput, torch.OutOfMemoryError) as error:
+        is_bad_input = isinstance(error, BadInput)
+        advice = "" if is_bad_input else ": lower --tokens_per_forward, or add --gradient_checkpointing"
         print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)

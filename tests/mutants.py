@@ -91,7 +91,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
     ("rloo.py", "test_rloo"): [
         ("leave_one_out(rewards - beta * kl)", "leave_one_out(rewards + beta * kl)"),
         ("torch.where(samples.ended, rewards", "torch.where(~samples.ended, rewards"),
-        ("stops = core.generation_config.eos_token_id", "stops = None"),
+        ("np.atleast_1d(core.generation_config.eos_token_id)", "np.array([None])"),
         ('texts.append(text.partition("\\uffff")[0])', "texts.append(text)")],
     ("rloo.py", "test_rollout"): [
         ("kept = TopPLogitsWarper(top_p)(None, kept)", "kept = TopPLogitsWarper(top_p)(None, logps)"),
