@@ -371,8 +371,7 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
     try:
         with unsharded(policy):
             rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
-                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0,
-                                 synced_gpus=processes()[1] > 1)
+                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0)
     finally:
         core.generation_config = own_config
     return [tuple(takewhile(lambda token: token not in stops, row)) for row in rows[:, ids.shape[1]:].tolist()]
@@ -561,13 +560,7 @@ def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
     plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     bos = full[:full.index(plain[0])] if add_bos else []
     for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
-        part = texts[start:start + 1024]
-        if tokenizer.is_fast:  # without its padding and truncation
-            encodings = tokenizer.backend_tokenizer.encode_batch_fast(part, add_special_tokens=False)
-            part_ids = [encoding.ids for encoding in encodings]
-        else:
-            part_ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
-        for ids in part_ids:
+        for ids in tokenizer(texts[start:start + 1024], add_special_tokens=False, verbose=False).input_ids:
             yield ids if ids[:len(bos)] == bos else bos + ids
 
 
@@ -590,8 +583,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
 
 def stop_tokens(core, tokenizer) -> list[int]:
     """The ids that end a completion."""
-    stops = core.generation_config.eos_token_id
-    stops = stops if isinstance(stops, list) else [stops]
+    stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # it is a number, a list or None
     return sorted({tokenizer.eos_token_id, *stops} - {None})
 
 
@@ -643,10 +635,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     for name, module in model.named_modules():
         if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
-                                              autocast_adapter_dtype=trains)  # float32 weights train
+    warnings.filterwarnings("error", "Found missing adapter keys")
+    return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                          autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
@@ -763,13 +754,12 @@ def digest_of(items: list) -> str:
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
-    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
-    for weight in weights.values():
+    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in state.values():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
-    state = {name: weight.detach() for name, weight in weights.items()}
-    for name, weight in weights.items():
+    for name, weight in list(state.items()):
         state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
     return state
 

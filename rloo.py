@@ -162,19 +162,13 @@ class Row(NamedTuple):
     columns: dict  # of the file: the prompt, and what the reward needs
 
 
-class Sample(NamedTuple):
-    tokens: tuple[int, ...]
-    logps: tuple[float, ...]  # of the sampler
-    entropy: float  # summed over tokens
-
-
 class Samples(NamedTuple):
     groups: list  # [(prompt, [y_1 .. y_k]), ..] for B prompts: token ids, with stop tokens
     texts: list[list[str]]  # k per prompt
     mask: torch.Tensor  # (B, k, T) bool: whether the sample has a token t
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
     logps: torch.Tensor  # (B, k, T): of the sampler, 0 after the end
-    entropy: torch.Tensor  # (B, k)
+    entropy: torch.Tensor  # (B, k): summed over tokens
 
 
 def token_logprobs(model, groups: list, T: int, args: Args) -> torch.Tensor:
@@ -370,7 +364,8 @@ def main(args: Args) -> list[dict]:
 def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Samples:
     """y_1 .. y_k ~ π(·|x) of (1). Token t of sample i of prompt b is drawn with the uniform number u[b, i, t], which
     depends on seed and step: batching changes no sample."""
-    u = torch.from_numpy(generator(args.seed, "rollout", step).random((len(prompts), k, args.max_new_tokens)))
+    shape = (len(prompts), k, args.max_new_tokens)
+    u = torch.from_numpy(generator(args.seed, "rollout", step).random(shape))
     core = unwrap_model(policy)
     stops = stop_tokens(core, tokenizer)
 
@@ -379,28 +374,26 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
             return [[i] for i in range(len(prompts))]  # padding could change samples
         return pack([len(prompt) + args.max_new_tokens for prompt in prompts], budget, [k] * len(prompts))
 
-    drawn = {}  # index of a prompt -> k samples
+    tokens = torch.zeros(shape, dtype=torch.long, device=core.device)
+    logps = torch.zeros(shape, device=core.device)
+    entropy = torch.zeros(shape[:2], device=core.device)
     with unsharded(policy):
         parts = divide_batches(batches, args.rollout_tokens, *processes())
         for batch in progress_bar(parts, desc="sample", unit="batch"):
             if batch:
-                batch_prompts = [prompts[i] for i in batch]
-                drawn |= zip(batch, decode(core, batch_prompts, u[batch].to(policy.device), stops, args))
-    drawn = {i: samples for part in all_gather(drawn) for i, samples in part.items()}
-    drawn = [drawn[i] for i in range(len(prompts))]
-
-    completions = [[sample.tokens for sample in samples] for samples in drawn]
-    lengths = torch.tensor([[len(y) for y in ys] for ys in completions])
-    mask = torch.arange(lengths.max()) < lengths[..., None]
-    logps = torch.zeros(mask.shape)
-    logps[mask] = torch.tensor([logp for samples in drawn for sample in samples for logp in sample.logps])
+                drawn = decode(core, [prompts[i] for i in batch], u[batch].to(core.device), stops, args)
+                tokens[batch], logps[batch], entropy[batch] = drawn
+    tokens, logps, entropy = (all_reduce(tensor).cpu() for tensor in (tokens, logps, entropy))
+    mask = tokens >= 0
+    T = mask.sum(dim=2).max()
+    completions = [[tuple(y[y >= 0].tolist()) for y in ys] for ys in tokens]
     return Samples(
         groups=list(zip(prompts, completions)),
         texts=[tokenizer.batch_decode(ys, skip_special_tokens=True) for ys in completions],
-        mask=mask,
+        mask=mask[..., :T],
         ended=torch.tensor([[y[-1] in stops for y in ys] for ys in completions]),
-        logps=logps,
-        entropy=torch.tensor([[sample.entropy for sample in samples] for samples in drawn]),
+        logps=logps[..., :T],
+        entropy=entropy,
     )
 
 
@@ -424,8 +417,9 @@ class GrowingLayer(DynamicLayer):
         self.room = None
 
 
-def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> list[list[Sample]]:
-    B, k, T = u.shape  # k samples for each prompt
+def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> tuple[torch.Tensor, ...]:
+    """Samples of some prompts: tokens (B, k, T), -1 after the end; log-probs (B, k, T), 0 after it; entropy (B, k)."""
+    B, k, T = u.shape
     device = core.device
     stops = torch.tensor(stops, dtype=torch.long, device=device)
     share = has_shared_prompts(core)
@@ -448,22 +442,23 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     cache = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
 
     u = u.flatten(0, 1)  # (B · k, T), as all that follows
-    tokens = torch.zeros(B * k, T, dtype=torch.long, device=device)
+    tokens = torch.full((B * k, T), -1, device=device)
     logps, entropies = torch.zeros(2, B * k, T, device=device)
-    lengths = torch.full((B * k,), T, device=device)
     rows = torch.arange(B * k, device=device)  # the samples in the rows of the cache
+    alive = rows >= 0
     for t in range(T):
-        token, logps[rows, t], entropies[rows, t] = draw(logits, u[rows, t], args.temperature)
-        tokens[rows, t] = token
-        lengths[rows] = torch.where(torch.isin(token, stops), lengths[rows].clamp(max=t + 1), lengths[rows])
-        alive = lengths[rows] > t + 1
+        token, logp, entropy = draw(logits, u[rows, t], args.temperature)
+        tokens[rows, t] = torch.where(alive, token, -1)
+        logps[rows, t] = torch.where(alive, logp, 0.0)
+        entropies[rows, t] = torch.where(alive, entropy, 0.0)
+        alive = alive & ~torch.isin(token, stops)
         unfinished = alive.sum().item()  # waits for the GPU
-        if not unfinished:
+        if not unfinished or t == T - 1:
             break
         if share and unfinished <= 0.75 * len(rows):  # together: each removal copies the cache
             stay = alive.nonzero()[:, 0]
             cache["past_key_values"].batch_select_indices(stay)
-            rows, mask, positions, token = rows[stay], mask[stay], positions[stay], token[stay]
+            rows, mask, positions, token, alive = (x[stay] for x in (rows, mask, positions, token, alive))
         positions = positions + 1
         inputs = {"input_ids": token[:, None], "position_ids": positions}
         if share:
@@ -471,11 +466,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
             inputs["attention_mask"] = mask
         logits = core(**inputs, **cache, use_cache=True).logits[:, -1]
 
-    is_late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): after the end
-    entropies = entropies.masked_fill(is_late, 0.0).sum(1).tolist()
-    columns = zip(lengths.tolist(), tokens.tolist(), logps.tolist(), entropies)
-    samples = [Sample(tuple(y[:length]), tuple(logp[:length]), entropy) for length, y, logp, entropy in columns]
-    return [samples[i:i + k] for i in range(0, B * k, k)]
+    return tokens.view(B, k, T), logps.view(B, k, T), entropies.sum(dim=1).view(B, k)
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.Tensor, ...]:
@@ -773,13 +764,7 @@ def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
     plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     bos = full[:full.index(plain[0])] if add_bos else []
     for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
-        part = texts[start:start + 1024]
-        if tokenizer.is_fast:  # without its padding and truncation
-            encodings = tokenizer.backend_tokenizer.encode_batch_fast(part, add_special_tokens=False)
-            part_ids = [encoding.ids for encoding in encodings]
-        else:
-            part_ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
-        for ids in part_ids:
+        for ids in tokenizer(texts[start:start + 1024], add_special_tokens=False, verbose=False).input_ids:
             yield ids if ids[:len(bos)] == bos else bos + ids
 
 
@@ -802,8 +787,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
 
 def stop_tokens(core, tokenizer) -> list[int]:
     """The ids that end a completion."""
-    stops = core.generation_config.eos_token_id
-    stops = stops if isinstance(stops, list) else [stops]
+    stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # it is a number, a list or None
     return sorted({tokenizer.eos_token_id, *stops} - {None})
 
 
@@ -855,10 +839,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     for name, module in model.named_modules():
         if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
-                                              autocast_adapter_dtype=trains)  # float32 weights train
+    warnings.filterwarnings("error", "Found missing adapter keys")
+    return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                          autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
@@ -975,13 +958,12 @@ def digest_of(items: list) -> str:
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
-    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
-    for weight in weights.values():
+    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in state.values():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
-    state = {name: weight.detach() for name, weight in weights.items()}
-    for name, weight in weights.items():
+    for name, weight in list(state.items()):
         state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
     return state
 

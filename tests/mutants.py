@@ -91,14 +91,14 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
     ("rloo.py", "test_rloo"): [
         ("leave_one_out(rewards - beta * kl)", "leave_one_out(rewards + beta * kl)"),
         ("torch.where(samples.ended, rewards", "torch.where(~samples.ended, rewards"),
-        ("stops = core.generation_config.eos_token_id", "stops = None"),
+        ("np.atleast_1d(core.generation_config.eos_token_id)", "np.array([None])"),
         ('texts.append(text.partition("\\uffff")[0])', "texts.append(text)")],
     ("rloo.py", "test_rollout"): [
         ("kept = TopPLogitsWarper(top_p)(None, kept)", "kept = TopPLogitsWarper(top_p)(None, logps)"),
         ("positions = (mask.cumsum(1) - 1).clamp(min=0)",
          "positions = torch.arange(ids.shape[1], device=device).expand_as(ids)"),
-        ("lengths[rows].clamp(max=t + 1)", "lengths[rows].clamp(max=t)"),
-        ("entropies.masked_fill(is_late, 0.0).sum(1)", "entropies.sum(1)"),
+        ("torch.where(alive, token, -1)", "token"),
+        ("torch.where(alive, entropy, 0.0)", "entropy"),
         ("self.room[0].shape[2] == n", "self.room[0].shape[2] == n - 1"),
         ("        super().batch_select_indices(indices)\n        self.room = None",
          "        super().batch_select_indices(indices)"),
