@@ -277,7 +277,8 @@ class Swap:
             mine = local(self.ours[name])
             before = mine.clone()
             mine.copy_(theirs, non_blocking=True)
-            theirs.copy_(before)  # waits for the GPU
+            theirs.copy_(before, non_blocking=True)  # the GPU copies in this order
+        wait_for_gpu()
 
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
@@ -307,6 +308,11 @@ def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
         tensor = local(tensor)
         values = local(source[name]).view_as(tensor)  # copy_ alone would broadcast
         tensor.copy_(values, non_blocking=True)
+    wait_for_gpu()
+
+
+def wait_for_gpu():
+    """For all that was started there. Before, the CPU would read copies that are not complete."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
