@@ -129,13 +129,15 @@ class ReferenceCache(Mapping):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
         micros = [[todo[i] for i in indices] for indices, _ in batches]  # longest first: out of memory comes early
-        scores = ((micro, completion_logprobs(model, micro, temperature=temperature)) for micro in micros)
+        scores = ((micro, to_cpu(completion_logprobs(model, micro, temperature=temperature))) for micro in micros)
         total = sum(map(count_tokens, micros))
         new = []
         save_at = time.monotonic() + 60
         try:
             with eval_mode(model), progress_bar(desc="reference", total=total, unit="tok", unit_scale=True) as progress:
-                for micro, logprobs in one_behind(scores):
+                for micro, (logprobs, copied) in one_behind(scores):
+                    if copied:
+                        copied.synchronize()
                     entries = entries_of(micro, logprobs)
                     new += entries
                     self.add(entries)
@@ -187,7 +189,7 @@ class ReferenceCache(Mapping):
 
 
 def one_behind(items: Iterable) -> Iterator:
-    """Yields each item when the next one has been made: the GPU computes while results are copied from it."""
+    """Yields each item when the next one has been begun: the GPU computes it while the CPU stores the results."""
     previous = []
     for item in items:
         yield from previous
@@ -225,13 +227,22 @@ def bytes_of(ids: tuple[int, ...]) -> bytes:
     return array("I", ids).tobytes()  # 4 bytes per token, where a tuple of ints takes 36
 
 
-def entries_of(groups: Groups, logprobs: Ragged) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of ReferenceCache.table."""
-    flat = torch.cat([values for group in logprobs for values in group]).cpu()  # one transfer from the GPU
-    if not flat.isfinite().all():
+def to_cpu(logprobs: Ragged) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """All log-probs, (N,), which a GPU has copied when the event happens: its later work is not waited for."""
+    flat = torch.cat([values for group in logprobs for values in group])
+    copied = torch.cuda.Event() if flat.is_cuda else None
+    flat = flat.to("cpu", non_blocking=True)  # one transfer, to pinned memory
+    if copied:
+        copied.record()
+    return flat, copied
+
+
+def entries_of(groups: Groups, logprobs: torch.Tensor) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Entries of ReferenceCache.table. logprobs: (N,)"""
+    if not logprobs.isfinite().all():
         raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
     entries = []
-    for (prompt, completions), group in zip(groups, ragged(flat, groups)):
+    for (prompt, completions), group in zip(groups, ragged(logprobs, groups)):
         scored = {bytes_of(completion): values.numpy().tobytes() for completion, values in zip(completions, group)}
         entries.append((bytes_of(prompt), scored))
     return entries

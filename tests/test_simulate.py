@@ -59,14 +59,10 @@ def test_every_script_runs_on_the_simulated_gpu(found):
 
 @pytest.mark.parametrize("script, phase, most", [
     ("dpo", "run_batch", 1), ("dpo", "score", 1), ("dpo", "step", 5), ("kto", "score", 1), ("kto", "run_batch", 2),
-    ("kto", "step", 3), ("rloo", "run_batch", 2), ("rloo", "rollout", 17)])
+    ("kto", "step", 3), ("rloo", "score_reference", 2), ("rloo", "run_batch", 2), ("rloo", "rollout", 17)])
 def test_waits_for_the_gpu(script, phase, most, found):
-    assert max(waits for _, waits in found["phases"][script, phase]) <= most
-
-
-def test_swap_waits_once_in_and_once_out(found):
-    """Without a wait the CPU could read a copy that is not complete."""
-    assert [waits for _, waits in found["phases"]["rloo", "score_reference"]] == [2]
+    """Each wait costs time; without one, the CPU would read copies that are not complete."""
+    assert max(waits for _, waits in found["phases"][script, phase]) == most
 
 
 def test_no_kernel_per_row(found):
