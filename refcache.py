@@ -98,7 +98,7 @@ class ReferenceCache(Mapping):
                 pass
         model = load_model()
         try:
-            self.score(model, missing, tokens_per_forward, path=path)
+            self.score_missing(model, missing, tokens_per_forward, path=path)
         finally:
             del model
             gc.collect()
@@ -112,19 +112,24 @@ class ReferenceCache(Mapping):
             merged.setdefault(prompt, {}).update(dict.fromkeys(completions))
         missing = []
         for prompt, completions in merged.items():
-            unknown = [completion for completion in completions if (prompt, completion) not in self]
+            scored = self.table.get(bytes_of(prompt), ())
+            unknown = [completion for completion in completions if bytes_of(completion) not in scored]
             if unknown:
                 missing.append((prompt, unknown))
         return missing
 
+    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0):
+        """Scores what is missing with `model`."""
+        self.score_missing(model, self.missing(groups), tokens_per_forward, temperature)
+
     @torch.no_grad()
-    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
-        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an exception."""
+    def score_missing(self, model, missing: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
+        """Scores what missing() returned. Saves to `path` about every minute, at the end, and on an exception."""
         if unwrap_model(model) not in PROBED:
             enable_shared_prompts(model)  # before the groups are packed
         budget = tokens_per_forward if has_shared_prompts(model) else 0  # 0: one row per completion
         todo = []
-        for prompt, completions in self.missing(groups):
+        for prompt, completions in missing:
             for part in pack(list(map(len, completions)), budget - len(prompt)):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
