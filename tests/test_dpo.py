@@ -148,7 +148,7 @@ def test_steps_0_only_fills_the_cache(script, monkeypatch):
     assert SCRIPTS[script].main(args) == []
     files = {file.name for file in Path(args.out).iterdir()}
     assert "reference_logprobs.pkl" in files and not files & {"model", "metrics.jsonl", "samples.jsonl"}
-    monkeypatch.setattr(ReferenceCache, "score", None)
+    monkeypatch.setattr(ReferenceCache, "score_missing", None)
     assert len(SCRIPTS[script].main(replace(args, steps=1, samples=0))) == 2, "the same folder goes on"
 
 
