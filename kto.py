@@ -17,9 +17,9 @@ Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `pr
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
           difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/*: log π(y|x) | logratio: |ρ| per token | nll/chosen: −log π(y|x) per token | grad_norm: before clipping |
-          learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU | eval_*: of held-out rows |
-          eval_score: mean of --score
+          logps/*: log π(y|x) | logratio: |ρ| per token | nll/chosen: −log π(y|x) per token | grad_norm: before
+          clipping | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU | eval_*: of held-out
+          rows | eval_score: mean of --score
 """
 import csv
 import hashlib
@@ -55,8 +55,9 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, memory_share, micro_batches, process_group,
-    processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, memory_share, micro_batches,
+    process_group, processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model,
+    write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(

@@ -59,8 +59,8 @@ from transformers.utils import find_adapter_config_file
 from refcache import (
     BadInput, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
     context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts,
-    memory_share, micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded, unwrap_model,
-    write_whole)
+    memory_share, micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded,
+    unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(

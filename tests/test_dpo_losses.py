@@ -93,7 +93,8 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
 @pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("robust", 0.5)])
 def test_undefined_loss_is_refused_before_loading(loss, eps):
     with pytest.raises(BadInput, match="--label_smoothing"):
-        changed("losses").main(changed("losses").Args(model="no folder", data="no file", loss=("sigmoid", loss), label_smoothing=eps))
+        module = changed("losses")
+        module.main(module.Args(model="no folder", data="no file", loss=("sigmoid", loss), label_smoothing=eps))
 
 
 # ---- Metrics ---------------------------------------------------------
