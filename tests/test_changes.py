@@ -14,7 +14,8 @@ import pytest
 import torch
 import tyro
 from models import gradient, logp
-from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of
+from runs import EACH as EACH_SCRIPT
+from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
 from slow_losses import (
     FORMULAS, alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, ppo, rpo,
     tokens_of, weighted, wpo)
@@ -29,6 +30,7 @@ PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glo
 SCRIPT_OF = {name: re.search(r"^--- (\w+)\.py$", patch, re.M)[1] for name, patch in PATCHES.items()}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
 EACH = pytest.mark.parametrize("name", PATCHES)
+FOR_EACH_SCRIPT = {"compile"}
 
 
 def apply(patch, text):
@@ -45,8 +47,8 @@ def apply(patch, text):
 
 
 @cache
-def changed(name):
-    script = SCRIPTS[SCRIPT_OF[name]]
+def changed(name, script=None):
+    script = SCRIPTS[script or SCRIPT_OF[name]]
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = script.__file__
     exec(compile(apply(PATCHES[name], (ROOT / f"{script.__name__}.py").read_text()), name, "exec"), vars(module))
@@ -59,10 +61,12 @@ def changed(name):
 @EACH
 @pytest.mark.skipif(not shutil.which("patch"), reason="needs patch(1)")
 def test_patch_applies(name, tmp_path):
-    script, patch, out = ROOT / f"{SCRIPT_OF[name]}.py", ROOT / f"changes/{name}.patch", tmp_path / "out"
-    done = subprocess.run(["patch", "--fuzz=0", script, patch, "-o", out], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert out.read_text() == apply(PATCHES[name], script.read_text())
+    patch, out = ROOT / f"changes/{name}.patch", tmp_path / "out"
+    for script in SCRIPTS if name in FOR_EACH_SCRIPT else [SCRIPT_OF[name]]:
+        script = ROOT / f"{script}.py"
+        done = subprocess.run(["patch", "--fuzz=0", script, patch, "-o", out], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        assert out.read_text() == apply(PATCHES[name], script.read_text())
 
 
 @EACH
@@ -105,11 +109,31 @@ def watch(monkeypatch, name, slow_loss, function="run_batch"):
     return losses
 
 
-def run(name, **flags):
-    defaults = asdict(SCRIPTS[SCRIPT_OF[name]].Args())
-    given = {flag: value for flag, value in asdict(arguments(SCRIPT_OF[name])).items() if value != defaults[flag]}
-    args = changed(name).Args(**given | flags)
-    return changed(name).main(args), args
+def run(name, script=None, **flags):
+    defaults = asdict(SCRIPTS[script or SCRIPT_OF[name]].Args())
+    given = asdict(arguments(script or SCRIPT_OF[name]))
+    given = {flag: value for flag, value in given.items() if value != defaults[flag]}
+    args = changed(name, script).Args(**given | flags)
+    return changed(name, script).main(args), args
+
+
+# ---- All three scripts -----------------------------------------------
+
+@EACH_SCRIPT
+def test_compile_covers_norms_and_mlps(script):
+    args = changed("compile", script).Args(dtype="float32", compile=True)
+    for trains in (True, False):
+        model = changed("compile", script).load_model(tiny(), "cpu", args, trains)
+        assert {type(m).__name__ for m in model.modules() if m._compiled_call_impl} == {"LlamaRMSNorm", "LlamaMLP"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{}, dict(lora_r=4, lr=2e-2, gradient_checkpointing="on")], ids=str)
+@EACH_SCRIPT
+def test_compiled_runs_equal_others(script, flags):
+    plain, compiled = (run("compile", script, compile=compile, **flags)[0] for compile in (False, True))
+    for one, other in zip(without_speed(plain), without_speed(compiled), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
 # ---- Pairs -----------------------------------------------------------
