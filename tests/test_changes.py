@@ -5,15 +5,16 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from math import isnan, log, nan
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import tyro
-from models import gradient, logp
+from models import GROUPS, flat, gradient, logp, values_and_gradients
 from runs import EACH as EACH_SCRIPT
 from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
 from slow_losses import (
@@ -24,13 +25,13 @@ from torch import tensor
 import dpo
 import kto
 import rloo
-from refcache import BadInput
+from refcache import BadInput, completion_logprobs
 
 PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
 SCRIPT_OF = {name: re.search(r"^--- (\w+)\.py$", patch, re.M)[1] for name, patch in PATCHES.items()}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
 EACH = pytest.mark.parametrize("name", PATCHES)
-FOR_EACH_SCRIPT = {"compile"}
+FOR_EACH_SCRIPT = {"compile", "load_in_4bit"}
 
 
 def apply(patch, text):
@@ -52,7 +53,9 @@ def changed(name, script=None):
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = script.__file__
     exec(compile(apply(PATCHES[name], (ROOT / f"{script.__name__}.py").read_text()), name, "exec"), vars(module))
-    module.load_checkpoint, module.enable_shared_prompts = script.load_checkpoint, script.enable_shared_prompts
+    module.enable_shared_prompts = script.enable_shared_prompts
+    if name != "load_in_4bit":
+        module.load_checkpoint = script.load_checkpoint
     return module
 
 
@@ -134,6 +137,31 @@ def test_compiled_runs_equal_others(script, flags):
     plain, compiled = (run("compile", script, compile=compile, **flags)[0] for compile in (False, True))
     for one, other in zip(without_speed(plain), without_speed(compiled), strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("script", ["dpo", "rloo"])
+def test_load_in_4bit_trains_what_the_dequantized_model_would(script):
+    bitsandbytes, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
+    with pytest.raises(BadInput, match="--lora_r"):
+        run("load_in_4bit", script, load_in_4bit=True)
+    history, args = run("load_in_4bit", script, load_in_4bit=True, lora_r=4, lr=2e-2)
+    assert history[1].get("logratio", history[1].get("kl")) == pytest.approx(0, abs=1e-6)
+    assert script == "rloo" or b" in NF4" in Path(args.out, "reference_logprobs.pkl").read_bytes()
+    args = replace(args, dtype="float32")
+    bare = changed("load_in_4bit", script).load_model(tiny(), "cpu", args)
+    policy = changed("load_in_4bit", script).load_model(f"{args.out}/model", "cpu", args, trains=True)
+    base = load()
+    for name, layer in bare.named_modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            base.get_submodule(name).weight.data = weight
+    slow_policy = peft.PeftModel.from_pretrained(base, f"{args.out}/model", is_trainable=True).eval()
+    before = flat(completion_logprobs(bare, GROUPS))
+    logps, grads = values_and_gradients(completion_logprobs, policy, GROUPS)
+    slow_logps, slow_grads = values_and_gradients(completion_logprobs, slow_policy, GROUPS)
+    assert (logps - slow_logps).abs().max() < 1e-4 < (logps - before).abs().max()
+    assert (before - flat(completion_logprobs(load(), GROUPS))).abs().max() > 1e-2
+    assert (grads - slow_grads).norm() < 1e-4 * slow_grads.norm()
 
 
 # ---- Pairs -----------------------------------------------------------
