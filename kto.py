@@ -35,7 +35,7 @@ from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from itertools import takewhile
+from itertools import cycle, islice, takewhile
 from pathlib import Path
 from typing import Callable, Iterator, Literal, NamedTuple
 
@@ -352,7 +352,7 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
         lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
-        means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
+        means["eval_score"] = float(np.nanmean(np.array(scores, float)))  # without None
     append(out / "samples.jsonl", lines)
     return means
 
@@ -404,10 +404,10 @@ def is_desirable(row: dict) -> bool:
 def derange(prompts: list[tuple], seed: int) -> list[int]:
     """For each row the index of one with another prompt; each occurs once. Rows sorted by prompt are rotated by the
     number of rows of the most frequent prompt."""
-    rows_of: dict[tuple, list[int]] = {}
+    rows_of = defaultdict(list)
     for i in generator(seed, "derange").permutation(len(prompts)).tolist():
-        rows_of.setdefault(prompts[i], []).append(i)
-    most = max(len(rows) for rows in rows_of.values())
+        rows_of[prompts[i]].append(i)
+    most = max(map(len, rows_of.values()))
     if 2 * most > len(prompts):
         raise BadInput(f"one prompt has {most} of {len(prompts)} rows, too many for z: use --loss apo_zero_unpaired")
     order = [i for rows in rows_of.values() for i in rows]
@@ -417,20 +417,17 @@ def derange(prompts: list[tuple], seed: int) -> list[int]:
 
 def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tuple[list[Row], list[Row]]:
     """Draws y' for every row, once. Held-out rows get answers of training rows."""
-    partners = derange([row.prompt for row in train_rows], args.seed)
-    train_others = [train_rows[j] for j in partners]
-    eval_others = []
+    deranged = [train_rows[j] for j in derange([row.prompt for row in train_rows], args.seed)]
+    others = list(deranged)
     for i, row in enumerate(eval_rows):
-        turn = i % len(partners)
-        candidates = (train_rows[j] for j in partners[turn:] + partners[:turn])
-        eval_others.append(next(other for other in candidates if other.prompt != row.prompt))
+        candidates = islice(cycle(deranged), i, None)
+        others.append(next(other for other in candidates if other.prompt != row.prompt))
 
-    def with_others(rows, others):
-        pairs = zip(rows, others)
-        return [row._replace(other=other.completion[:args.max_length - len(row.prompt)]) for row, other in pairs]
-
-    rows = with_others(train_rows + eval_rows, train_others + eval_others)
-    n_cut = sum(len(row.other) < len(other.completion) for row, other in zip(rows, train_others + eval_others))
+    rows = []
+    n_cut = 0
+    for row, other in zip(train_rows + eval_rows, others, strict=True):
+        rows.append(row._replace(other=other.completion[:args.max_length - len(row.prompt)]))
+        n_cut += len(rows[-1].other) < len(other.completion)
     print(f"{n_cut} of {len(rows)} y' are cut to --max_length")
     return rows[:len(train_rows)], rows[len(train_rows):]
 
@@ -471,7 +468,7 @@ def read_rows(source: str) -> list:
         case _:
             import datasets
             name, _, split = source.partition(":")
-            return list(datasets.load_dataset(name, split=split or "train"))
+            return datasets.load_dataset(name, split=split or "train")
 
 
 def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple]:
@@ -811,8 +808,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
-    if processes()[0] == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed save
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})

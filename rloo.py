@@ -510,9 +510,8 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     means = {}
     for name, function, weight in functions:
         values = function(**deepcopy(inputs)) if repeated else []  # a function may change its arguments
-        if values is None or len(values) != len(repeated):
-            raise BadInput(f"{name} gave {values} for {len(repeated)} completions: is a return missing?")
-        values = [math.nan if value is None else float(value) for value in values]
+        pairs = zip(values, repeated, strict=True)
+        values = [math.nan if value is None else float(value) for value, _ in pairs]
         values = torch.tensor([value for part in all_gather(values) for value in part])  # (B · k,)
         if values.isinf().any():
             raise BadInput(f"{name} gave an infinite reward: None would leave a completion out")
@@ -620,7 +619,7 @@ def read_rows(source: str) -> list:
         case _:
             import datasets
             name, _, split = source.partition(":")
-            return list(datasets.load_dataset(name, split=split or "train"))
+            return datasets.load_dataset(name, split=split or "train")
 
 
 def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple]:
@@ -960,8 +959,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
-    if processes()[0] == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed save
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
