@@ -17,8 +17,9 @@ Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `pr
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
           difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/*: log π(y|x) | logratio: |ρ| per token | grad_norm: before clipping | learning_rate | seconds |
-          tokens_per_second | eval_*: of held-out rows | eval_score: mean of --score
+          logps/*: log π(y|x) | logratio: |ρ| per token | nll/chosen: −log π(y|x) per token | grad_norm: before
+          clipping | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU | eval_*: of held-out
+          rows | eval_score: mean of --score
 """
 import csv
 import hashlib
@@ -35,13 +36,14 @@ from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
-from itertools import cycle, islice, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Callable, Iterator, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 import tyro
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -53,8 +55,9 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group,
-    processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, memory_share, micro_batches,
+    process_group, processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model,
+    write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -65,6 +68,8 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
+MAY_CHANGE = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
+              "gradient_checkpointing").split()  # when a run is resumed
 
 
 @dataclass
@@ -87,7 +92,7 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or layer names, as a regular expression
+    lora_target: str = "all-linear"  # or names of layers: q_proj,v_proj
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired: no z
     beta: float = 0.1  # strength of the KL penalty
@@ -106,7 +111,7 @@ class Args:
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
-    gradient_checkpointing: bool = False  # likewise
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
     save_every: int = 50  # steps between checkpoints; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
@@ -147,6 +152,7 @@ def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.
         "loss": (feedback_loss(args.loss, batch, z, args), everything),
         "rewards/accuracies": (torch.where(is_tie, 0.5, is_right.float()), everything),
         "logratio": ((batch.ratio / batch.length).abs(), everything),
+        "nll/chosen": (-batch.logp / batch.length, desirable),
         "rewards/chosen": (args.beta * batch.ratio, desirable),
         "rewards/rejected": (args.beta * batch.ratio, ~desirable),
         "logps/chosen": (batch.logp, desirable),
@@ -246,8 +252,10 @@ def main(args: Args) -> list[dict]:
     print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out. The first, | before each trained token:")
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].completion), sep="|")
     if args.loss == "kto":
-        train_rows, eval_rows = draw_others(train_rows, eval_rows, args)
+        eval_rows = draw_others(eval_rows, train_rows, args)
+        train_rows = draw_others(train_rows, train_rows, args)
     print_balance(train_rows, args)
+    train_rows = [row._replace(columns={}) for row in train_rows]  # texts would take as much memory as tokens
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
     run = describe_run(train_rows, eval_rows, [args.score], args)
@@ -317,6 +325,8 @@ def main(args: Args) -> list[dict]:
 
         values["seconds"] = time.monotonic() - began
         values["tokens_per_second"] = count_tokens(groups(rows)) / values["seconds"]
+        if device == "cuda":
+            values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
@@ -365,10 +375,12 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
     ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(policy.device)
     own_config = core.generation_config
     core.generation_config = GenerationConfig()  # generate() would take its repetition_penalty, min_p, ..
-    with unsharded(policy):
-        rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
-                             max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0)
-    core.generation_config = own_config
+    try:
+        with unsharded(policy):
+            rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
+                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0)
+    finally:
+        core.generation_config = own_config
     return [tuple(takewhile(lambda token: token not in stops, row)) for row in rows[:, ids.shape[1]:].tolist()]
 
 
@@ -401,44 +413,30 @@ def is_desirable(row: dict) -> bool:
     return label in ("true", "1", "1.0")
 
 
-def derange(prompts: list[tuple], seed: int) -> list[int]:
-    """For each row the index of one with another prompt; each occurs once. Rows sorted by prompt are rotated by the
-    number of rows of the most frequent prompt."""
-    rows_of = defaultdict(list)
-    for i in generator(seed, "derange").permutation(len(prompts)).tolist():
-        rows_of[prompts[i]].append(i)
-    most = max(map(len, rows_of.values()))
-    if 2 * most > len(prompts):
-        raise BadInput(f"one prompt has {most} of {len(prompts)} rows, too many for z: use --loss apo_zero_unpaired")
-    order = [i for rows in rows_of.values() for i in rows]
-    partners = dict(zip(order, order[most:] + order[:most]))
-    return [partners[i] for i in range(len(prompts))]
-
-
-def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tuple[list[Row], list[Row]]:
-    """Draws y' for every row, once. Held-out rows get answers of training rows."""
-    deranged = [train_rows[j] for j in derange([row.prompt for row in train_rows], args.seed)]
-    others = list(deranged)
-    for i, row in enumerate(eval_rows):
-        candidates = islice(cycle(deranged), i, None)
-        others.append(next(other for other in candidates if other.prompt != row.prompt))
-
-    rows = []
+def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
+    """The rows with y', an answer to another prompt: in a random order of `sources` the first at or after their own
+    place. Drawn once."""
+    order = generator(args.seed, "others").permutation(len(sources)).tolist()
+    drawn = []
     n_cut = 0
-    for row, other in zip(train_rows + eval_rows, others, strict=True):
-        rows.append(row._replace(other=other.completion[:args.max_length - len(row.prompt)]))
-        n_cut += len(rows[-1].other) < len(other.completion)
+    for i, row in enumerate(rows):
+        candidates = (sources[order[(i + n) % len(order)]] for n in range(len(order)))
+        other = next((source.completion for source in candidates if source.prompt != row.prompt), ())
+        if not other:
+            raise BadInput("all rows have one prompt, and z needs another: use --loss apo_zero_unpaired")
+        drawn.append(row._replace(other=other[:args.max_length - len(row.prompt)]))
+        n_cut += drawn[-1].other != other
     print(f"{n_cut} of {len(rows)} y' are cut to --max_length")
-    return rows[:len(train_rows)], rows[len(train_rows):]
+    return drawn
 
 
-def print_balance(train_rows: list[Row], args: Args):
-    desirable = sum(row.is_desirable for row in train_rows)
-    undesirable = len(train_rows) - desirable
-    if not desirable or not undesirable:
+def print_balance(rows: list[Row], args: Args):
+    n_d = sum(row.is_desirable for row in rows)
+    n_u = len(rows) - n_d
+    if not n_d or not n_u:
         raise BadInput(f"{args.data}: all rows have the same label, but KTO needs both")
-    ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
-    print(f"{desirable} rows are desirable, {undesirable} not: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
+    ratio = args.desirable_weight * n_d / (args.undesirable_weight * n_u)
+    print(f"{n_d} rows are desirable, {n_u} not: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
 
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
@@ -468,7 +466,7 @@ def read_rows(source: str) -> list:
         case _:
             import datasets
             name, _, split = source.partition(":")
-            return datasets.load_dataset(name, split=split or "train")
+            return list(datasets.load_dataset(name, split=split or "train"))
 
 
 def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple]:
@@ -506,9 +504,10 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
 
     kept = 0
     lengths = []
+    same = {}  # one object for equal ids: 8 bytes per token instead of 40
     all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
     for texts, columns in rows:
-        prompt, *sequences = [tuple(next(all_ids)) for _ in texts]
+        prompt, *sequences = [tuple(same.setdefault(i, i) for i in next(all_ids)) for _ in texts]
         begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
         answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
@@ -651,11 +650,13 @@ def load_model(name: str, device: str, args, trains: bool = False):
     model.eval().to(device)
     if trains_all:
         model.float()
-    if trains and args.gradient_checkpointing:
+    enable_shared_prompts(model)
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward, args.max_length) > 0.85
+    if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
+        print("gradient checkpointing is on")
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    enable_shared_prompts(model)
     return model
 
 
@@ -671,8 +672,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     import peft
     if folder is None:
+        target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
-                                 target_modules=args.lora_target)
+                                 target_modules=target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
@@ -716,7 +718,14 @@ def resolve(args, new_tokens: int = 0):
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
-    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    config = AutoConfig.from_pretrained(base_of(args.model))
+    if args.lora_r and args.lora_target != "all-linear":
+        with torch.device("meta"):
+            names = [f".{name}" for name, _ in AutoModelForCausalLM.from_config(config).named_modules()]
+        for target in args.lora_target.split(","):
+            if not any(name.endswith(f".{target}") for name in names):
+                raise BadInput(f"--lora_target {target}: {args.model} has no such layer")
+    context = context_length(config)
     if args.max_new_tokens >= context:
         raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
     return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
@@ -772,10 +781,8 @@ def lock_folder(out: Path, args) -> FileLock:
 
 
 def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """What a run and its checkpoint must have in common."""
-    may_change = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
-                  "gradient_checkpointing").split()
-    run = {name: value for name, value in asdict(args).items() if name not in may_change}
+    """Flags, versions, and digests of all that a run reads."""
+    run = asdict(args) | {"torch": torch.__version__, "transformers": transformers.__version__}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
     run["weights"] = {name: checkpoint_digest(name) for name in models}
     run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
@@ -826,14 +833,15 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
     checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
     saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
-    differing = [name for name in run if saved["run"].get(name) != run[name]]
-    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    differing = [name for name in run if saved["run"].get(name) != run[name] and name not in MAY_CHANGE]
+    code = [name for name in differing if name.endswith((".py", "torch", "transformers"))]  # edited code may go on
     if differing != code:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
         print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
     if processes()[0] == 0:
+        write_whole(out / "args.json", [json.dumps(run, indent=1).encode()])
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
             os.truncate(out / name, size)
@@ -847,12 +855,22 @@ def append(path: Path, lines: list[dict]):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints held-out metrics before and after. Returns the lines of metrics.jsonl."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Prints three held-out answers and all held-out metrics, before and after. Returns the lines of metrics.jsonl."""
+    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
+    before, after = history[0], history[-1]
+    held_out = [sample for sample in samples if sample.get("held_out", True)]
+    answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
+    print("Held-out prompts, each with its answer before and after:")
+    for first, last in list(zip(*answers))[:3]:
+        for text in (first["prompt"], first["completion"], last["completion"]):
+            print(repr(text)[:shutil.get_terminal_size().columns])
     print(f"{'held out':29} before   after")
-    for name, after in history[-1].items():
+    for name in after:
         if name.startswith("eval_"):
-            print(f"{name:28} {history[0][name]:z7.3f} {after:z7.3f}")
+            print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
+    change = after.get("eval_nll/chosen", 0.0) - before.get("eval_nll/chosen", 0.0)
+    if change > 1:
+        print(f"Chosen answers became less likely, by {change:.1f} nats per token: lower --lr or raise --beta.")
     return history
 
 
@@ -873,8 +891,9 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, torch.OutOfMemoryError) as error:
-        is_bad_input = isinstance(error, BadInput)
-        advice = "" if is_bad_input else ": lower --tokens_per_forward, or add --gradient_checkpointing"
+    except (BadInput, ImportError, torch.OutOfMemoryError) as error:
+        advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing on"
         print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)

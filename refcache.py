@@ -98,7 +98,7 @@ class ReferenceCache(Mapping):
                 pass
         model = load_model()
         try:
-            self.score(model, missing, tokens_per_forward, path=path)
+            self.score_missing(model, missing, tokens_per_forward, path=path)
         finally:
             del model
             gc.collect()
@@ -112,30 +112,37 @@ class ReferenceCache(Mapping):
             merged.setdefault(prompt, {}).update(dict.fromkeys(completions))
         missing = []
         for prompt, completions in merged.items():
-            unknown = [completion for completion in completions if (prompt, completion) not in self]
+            scored = self.table.get(bytes_of(prompt), ())
+            unknown = [completion for completion in completions if bytes_of(completion) not in scored]
             if unknown:
                 missing.append((prompt, unknown))
         return missing
 
+    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0):
+        """Scores what is missing with `model`."""
+        self.score_missing(model, self.missing(groups), tokens_per_forward, temperature)
+
     @torch.no_grad()
-    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
-        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an exception."""
+    def score_missing(self, model, missing: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
+        """Scores what missing() returned. Saves to `path` about every minute, at the end, and on an exception."""
         if unwrap_model(model) not in PROBED:
             enable_shared_prompts(model)  # before the groups are packed
         budget = tokens_per_forward if has_shared_prompts(model) else 0  # 0: one row per completion
         todo = []
-        for prompt, completions in self.missing(groups):
+        for prompt, completions in missing:
             for part in pack(list(map(len, completions)), budget - len(prompt)):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
         micros = [[todo[i] for i in indices] for indices, _ in batches]  # longest first: out of memory comes early
-        scores = ((micro, completion_logprobs(model, micro, temperature=temperature)) for micro in micros)
+        scores = ((micro, to_cpu(completion_logprobs(model, micro, temperature=temperature))) for micro in micros)
         total = sum(map(count_tokens, micros))
         new = []
         save_at = time.monotonic() + 60
         try:
             with eval_mode(model), progress_bar(desc="reference", total=total, unit="tok", unit_scale=True) as progress:
-                for micro, logprobs in one_behind(scores):
+                for micro, (logprobs, copied) in one_behind(scores):
+                    if copied:
+                        copied.synchronize()
                     entries = entries_of(micro, logprobs)
                     new += entries
                     self.add(entries)
@@ -187,7 +194,7 @@ class ReferenceCache(Mapping):
 
 
 def one_behind(items: Iterable) -> Iterator:
-    """Yields each item when the next one has been made: the GPU computes while results are copied from it."""
+    """Yields each item when the next one has been begun: the GPU computes it while the CPU stores the results."""
     previous = []
     for item in items:
         yield from previous
@@ -225,13 +232,22 @@ def bytes_of(ids: tuple[int, ...]) -> bytes:
     return array("I", ids).tobytes()  # 4 bytes per token, where a tuple of ints takes 36
 
 
-def entries_of(groups: Groups, logprobs: Ragged) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of ReferenceCache.table."""
-    flat = torch.cat([values for group in logprobs for values in group]).cpu()  # one transfer from the GPU
-    if not flat.isfinite().all():
+def to_cpu(logprobs: Ragged) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """All log-probs, (N,), which a GPU has copied when the event happens: its later work is not waited for."""
+    flat = torch.cat([values for group in logprobs for values in group])
+    copied = torch.cuda.Event() if flat.is_cuda else None
+    flat = flat.to("cpu", non_blocking=True)  # one transfer, to pinned memory
+    if copied:
+        copied.record()
+    return flat, copied
+
+
+def entries_of(groups: Groups, logprobs: torch.Tensor) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Entries of ReferenceCache.table. logprobs: (N,)"""
+    if not logprobs.isfinite().all():
         raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
     entries = []
-    for (prompt, completions), group in zip(groups, ragged(flat, groups)):
+    for (prompt, completions), group in zip(groups, ragged(logprobs, groups)):
         scored = {bytes_of(completion): values.numpy().tobytes() for completion, values in zip(completions, group)}
         entries.append((bytes_of(prompt), scored))
     return entries
@@ -277,7 +293,8 @@ class Swap:
             mine = local(self.ours[name])
             before = mine.clone()
             mine.copy_(theirs, non_blocking=True)
-            theirs.copy_(before)  # waits for the GPU
+            theirs.copy_(before, non_blocking=True)  # the GPU copies in this order
+        wait_for_gpu()
 
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
@@ -307,6 +324,11 @@ def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
         tensor = local(tensor)
         values = local(source[name]).view_as(tensor)  # copy_ alone would broadcast
         tensor.copy_(values, non_blocking=True)
+    wait_for_gpu()
+
+
+def wait_for_gpu():
+    """For all that was started there. Before, the CPU would read copies that are not complete."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -715,6 +737,18 @@ def switch_attention(core):
 
 def has_shared_prompts(model) -> bool:
     return unwrap_model(model).config._attn_implementation == SHARED
+
+
+def memory_share(model, tokens_per_forward: int, max_length: int) -> float:
+    """Prints the GPU memory of a training step, from that of one forward. Returns it as a share of the GPU's."""
+    weights = torch.cuda.memory_allocated()
+    prompt = (1,) * min(1000, max_length - 1)
+    logprobs = completion_logprobs(model, [(prompt, [(1,)])])  # noqa: F841  keeps what a backward pass needs
+    activations = (torch.cuda.memory_allocated() - weights) * tokens_per_forward / len(prompt)
+    trained = sum(local(weight).nbytes for weight in model.parameters() if weight.requires_grad)
+    *parts, size = (n / 1e9 for n in (weights, 3 * trained, activations, torch.cuda.mem_get_info()[1]))
+    print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts), f"of {size:.1f} on the GPU")
+    return sum(parts) / size
 
 
 def probe(core, lay_out: Callable, cut=False) -> tuple[float, torch.dtype]:

@@ -19,7 +19,8 @@ Metrics   reward, reward_std: over all samples, before clipping and KL | rewards
           frac_reward_zero_std: fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
           per token | completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss |
           clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token |
-          grad_norm | learning_rate | seconds | tokens_per_second | eval_*: of one sample per held-out prompt
+          grad_norm | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU | eval_*: of one sample
+          per held-out prompt
 """
 import csv
 import hashlib
@@ -44,21 +45,22 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+import transformers
 import tyro
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, DynamicLayer,
-    TopKLogitsWarper, TopPLogitsWarper)
+    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, DynamicLayer)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
     context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts,
-    micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded, unwrap_model, write_whole)
+    memory_share, micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded,
+    unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -69,6 +71,8 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
+MAY_CHANGE = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
+              "gradient_checkpointing").split()  # when a run is resumed
 
 
 @dataclass
@@ -94,7 +98,7 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or layer names, as a regular expression
+    lora_target: str = "all-linear"  # or names of layers: q_proj,v_proj
 
     k: int = 4  # samples per prompt
     beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
@@ -102,8 +106,6 @@ class Args:
     clip_eps: float = 0.2  # the ratio is clipped to 1 ± clip_eps
     mask_truncated: bool = False  # leave out samples without EOS, also from the baseline
     temperature: float = 1.0  # of sampling, and of all log-probs
-    top_p: float = 1.0  # of sampling; log-probs are of the full distribution
-    top_k: int = 0  # of sampling, likewise; 0: off
     max_new_tokens: int = 128  # per sample
 
     epochs: float = 1.0  # passes over the data
@@ -119,7 +121,7 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     rollout_tokens: int = 65536  # places in the key-value cache; likewise
-    gradient_checkpointing: bool = False  # likewise
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
     save_every: int = 50  # steps between checkpoints; 0: none
     model_every: int | None = None  # steps between models, written to out/model-STEP
@@ -287,6 +289,7 @@ def main(args: Args) -> list[dict]:
         barrier()  # the first process has written
         return report(out)
 
+    equal_steps = 0  # in a row
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
@@ -296,6 +299,12 @@ def main(args: Args) -> list[dict]:
         rewards, reward_means = compute_rewards(samples, rows, functions)
         values = {"step": step, **metrics(samples, rewards), **reward_means}
         log_samples(out, step, False, samples, rows, rewards)
+        equal_steps = equal_steps + 1 if values["frac_reward_zero_std"] == 1 else 0
+        if equal_steps == 10:
+            progress.write("In ten steps all samples of each prompt had equal rewards: nothing is learned.")
+        if step == 1 and not samples.ended.any():
+            stops = tokenizer.convert_ids_to_tokens(stop_tokens(policy, tokenizer))
+            progress.write(f"No sample ended: does the chat template end turns with one of {stops}?")
         if args.reward_clip:
             rewards = rewards.clamp(*args.reward_clip)
         if args.mask_truncated:
@@ -331,6 +340,8 @@ def main(args: Args) -> list[dict]:
             reference.sync(args.sync_mix)
         values["seconds"] = time.monotonic() - began
         values["tokens_per_second"] = count_tokens(samples.groups) / values["seconds"]
+        if device == "cuda":
+            values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
@@ -344,10 +355,7 @@ def main(args: Args) -> list[dict]:
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} × {args.k} samples; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
-    history = report(out)
-    if all(values["frac_reward_zero_std"] == 1 for values in history[1:]):
-        print("A prompt's samples always had equal rewards: nothing was learned.")
-    return history
+    return report(out)
 
 
 # ---- Sampling --------------------------------------------------------
@@ -439,7 +447,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     rows = torch.arange(B * k, device=device)  # the samples in the rows of the cache
     alive = rows >= 0
     for t in range(T):
-        token, logp, entropy = draw(logits, u[rows, t], args.temperature, args.top_p, args.top_k)
+        token, logp, entropy = draw(logits, u[rows, t], args.temperature)
         tokens[rows, t] = torch.where(alive, token, -1)
         logps[rows, t] = torch.where(alive, logp, 0.0)
         entropies[rows, t] = torch.where(alive, entropy, 0.0)
@@ -461,17 +469,11 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     return tokens.view(B, k, T), logps.view(B, k, T), entropies.sum(dim=1).view(B, k)
 
 
-def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
-    """(n, V) logits, (n,) uniform numbers -> (n,) tokens, their log-probs, and entropies: before top_k and top_p."""
+def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.Tensor, ...]:
+    """(n, V) logits, (n,) uniform numbers -> (n,) tokens, their log-probs, and entropies."""
     logps = torch.log_softmax(logits.float() / temperature, dim=-1)
-    kept = logps
-    if top_k:
-        kept = TopKLogitsWarper(top_k)(None, kept)
-    if top_p < 1:
-        kept = TopPLogitsWarper(top_p)(None, kept)
-    full_probs = logps.exp()
-    entropy = -(full_probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
-    probs = full_probs if kept is logps else kept.softmax(-1)
+    probs = logps.exp()
+    entropy = -(probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
     token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)
@@ -619,7 +621,7 @@ def read_rows(source: str) -> list:
         case _:
             import datasets
             name, _, split = source.partition(":")
-            return datasets.load_dataset(name, split=split or "train")
+            return list(datasets.load_dataset(name, split=split or "train"))
 
 
 def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple]:
@@ -657,9 +659,10 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
 
     kept = 0
     lengths = []
+    same = {}  # one object for equal ids: 8 bytes per token instead of 40
     all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
     for texts, columns in rows:
-        prompt, *sequences = [tuple(next(all_ids)) for _ in texts]
+        prompt, *sequences = [tuple(same.setdefault(i, i) for i in next(all_ids)) for _ in texts]
         begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
         answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
@@ -802,11 +805,13 @@ def load_model(name: str, device: str, args, trains: bool = False):
     model.eval().to(device)
     if trains_all:
         model.float()
-    if trains and args.gradient_checkpointing:
+    enable_shared_prompts(model)
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward, args.max_length) > 0.85
+    if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
+        print("gradient checkpointing is on")
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    enable_shared_prompts(model)
     return model
 
 
@@ -822,8 +827,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     import peft
     if folder is None:
+        target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
-                                 target_modules=args.lora_target)
+                                 target_modules=target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
@@ -867,7 +873,14 @@ def resolve(args, new_tokens: int = 0):
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
-    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    config = AutoConfig.from_pretrained(base_of(args.model))
+    if args.lora_r and args.lora_target != "all-linear":
+        with torch.device("meta"):
+            names = [f".{name}" for name, _ in AutoModelForCausalLM.from_config(config).named_modules()]
+        for target in args.lora_target.split(","):
+            if not any(name.endswith(f".{target}") for name in names):
+                raise BadInput(f"--lora_target {target}: {args.model} has no such layer")
+    context = context_length(config)
     if args.max_new_tokens >= context:
         raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
     return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
@@ -923,10 +936,8 @@ def lock_folder(out: Path, args) -> FileLock:
 
 
 def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """What a run and its checkpoint must have in common."""
-    may_change = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
-                  "gradient_checkpointing").split()
-    run = {name: value for name, value in asdict(args).items() if name not in may_change}
+    """Flags, versions, and digests of all that a run reads."""
+    run = asdict(args) | {"torch": torch.__version__, "transformers": transformers.__version__}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
     run["weights"] = {name: checkpoint_digest(name) for name in models}
     run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
@@ -977,14 +988,15 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
     checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
     saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
-    differing = [name for name in run if saved["run"].get(name) != run[name]]
-    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    differing = [name for name in run if saved["run"].get(name) != run[name] and name not in MAY_CHANGE]
+    code = [name for name in differing if name.endswith((".py", "torch", "transformers"))]  # edited code may go on
     if differing != code:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
         print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
     if processes()[0] == 0:
+        write_whole(out / "args.json", [json.dumps(run, indent=1).encode()])
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
             os.truncate(out / name, size)
@@ -998,12 +1010,22 @@ def append(path: Path, lines: list[dict]):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints held-out metrics before and after. Returns the lines of metrics.jsonl."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Prints three held-out answers and all held-out metrics, before and after. Returns the lines of metrics.jsonl."""
+    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
+    before, after = history[0], history[-1]
+    held_out = [sample for sample in samples if sample.get("held_out", True)]
+    answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
+    print("Held-out prompts, each with its answer before and after:")
+    for first, last in list(zip(*answers))[:3]:
+        for text in (first["prompt"], first["completion"], last["completion"]):
+            print(repr(text)[:shutil.get_terminal_size().columns])
     print(f"{'held out':29} before   after")
-    for name, after in history[-1].items():
+    for name in after:
         if name.startswith("eval_"):
-            print(f"{name:28} {history[0][name]:z7.3f} {after:z7.3f}")
+            print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
+    change = after.get("eval_nll/chosen", 0.0) - before.get("eval_nll/chosen", 0.0)
+    if change > 1:
+        print(f"Chosen answers became less likely, by {change:.1f} nats per token: lower --lr or raise --beta.")
     return history
 
 
@@ -1024,8 +1046,9 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, torch.OutOfMemoryError) as error:
-        is_bad_input = isinstance(error, BadInput)
-        advice = "" if is_bad_input else ": lower --tokens_per_forward, or add --gradient_checkpointing"
+    except (BadInput, ImportError, torch.OutOfMemoryError) as error:
+        advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
+        if isinstance(error, torch.OutOfMemoryError):
+            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing on"
         print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)

@@ -220,6 +220,8 @@ def pretend(gpu: FakeGPU):
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.Stream = torch.cuda.Event = stream
     torch.cuda.synchronize = lambda *_: gpu.wait("synchronize")
+    torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = lambda *_: gpu.memory
+    torch.cuda.mem_get_info = lambda *_: (gpu.size, gpu.size)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device="cuda") is made on the CPU, then copied
     torch.Tensor.pin_memory = pin
     torch.Tensor.record_stream = lambda *_: None

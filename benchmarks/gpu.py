@@ -30,8 +30,8 @@ class Args:
 
 WAYS = [  # work, side, more flags of the script
     ("reference", "refcache", {}), ("reference", "trl", {}), ("dpo", "refcache", {}), ("dpo", "trl", {}),
-    ("dpo", "refcache", {"gradient_checkpointing": True}), ("dpo", "refcache", {"lora_r": 16}),
-    ("dpo", "refcache", {"lora_r": 16, "gradient_checkpointing": True})]
+    ("dpo", "refcache", {"gradient_checkpointing": "on"}), ("dpo", "refcache", {"lora_r": 16}),
+    ("dpo", "refcache", {"lora_r": 16, "gradient_checkpointing": "on"})]
 
 
 def print_ways(args: Args, shape: str):

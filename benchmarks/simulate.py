@@ -28,7 +28,7 @@ import refcache  # of the same checkout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-PHASES = ("load_model", "score", "rollout", "score_reference", "run_batch")  # functions that are measured
+PHASES = ("load_model", "score_missing", "rollout", "score_reference", "run_batch")  # functions that are measured
 
 
 @dataclass
@@ -183,7 +183,7 @@ def cards(args: Args):
     print(f"| model | GPUs | flags | loading GB | step GB | ms on {args.gpu} |\n" + "|---" * 6 + "|", flush=True)
     for model in ("Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen3-8B"):
         for processes, flags in ((1, ["--lora_r", "16"]), (1, []), (8, [])):
-            for more in ([], ["--gradient_checkpointing"]):
+            for more in (["--gradient_checkpointing", "off"], ["--gradient_checkpointing", "on"]):
                 given = replace(args, what="dpo", model=model, processes=processes)
                 with multiprocessing.get_context("spawn").Pool(1) as fresh:
                     found = fresh.apply(run, (given, flags + more))

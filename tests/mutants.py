@@ -44,7 +44,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ("if not difference < limit:", "if difference < -limit:")],
     ("refcache.py", "test_swap"): [
         ("ratios = ratios.clamp(*clamp)", "pass"),
-        ("            theirs.copy_(before)", "            theirs.copy_(mine)"),
+        ("theirs.copy_(before,", "theirs.copy_(mine,"),
         ("theirs.lerp(mine, mix)", "mine.lerp(theirs, mix)"),
         ("not is_frozen or not torch.equal", "not is_frozen or False and not torch.equal"),
         ("        if differing:\n            raise", "        if False:\n            raise")],
@@ -54,7 +54,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ("    if others:\n        raise BadInput", "    if False:\n        raise BadInput"),
         ("            del model\n            gc", "            gc"),
         ("            if Path(path).exists() and stamp", "            if False and stamp"),
-        ("if not flat.isfinite().all():", "if False:"),
+        ("if not logprobs.isfinite().all():", "if False:"),
         ("        finally:\n            if path:\n                self.save",
          "        finally:\n            if False:\n                self.save"),
         ('digest.update(np.memmap(file, np.uint8, "r"))', "digest.update(np.memmap(file, np.uint8, 'r')[:99])")],

@@ -115,7 +115,8 @@ def run(name, **flags):
 # ---- Pairs -----------------------------------------------------------
 
 @pytest.mark.parametrize("name, formula, flags", [
-    ("orpo", orpo, {}), ("dpop", dpop, {}), ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
+    ("orpo", orpo, {}), ("dpop", dpop, dict(ref_model=tiny(1))),  # no log-ratio is 0
+    ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
     ("ld_dpo", weighted(lambda t, shorter: 1 if t < shorter else 0.5), {}),
     ("f_divergence", f_divergence(lambda r: -1 / r), dict(divergence="forward_kl")),
     ("f_divergence", f_divergence(lambda r: torch.log(2 * r / (1 + r))), {}),
@@ -135,7 +136,8 @@ def test_loss_of_pairs(monkeypatch, name, formula, flags):
                 "chosen_weights": w, "rejected_weights": l, "chosen_reward": sum(w) / 9, "rejected_reward": "0.2"}
 
     monkeypatch.setattr(changed(name), "encode", with_columns)
-    slow_loss = aot(formula, load()) if name == "aot" else of_pairs(formula, load())
+    reference = load(flags.get("ref_model"))
+    slow_loss = aot(formula, reference) if name == "aot" else of_pairs(formula, reference)
     losses = watch(monkeypatch, name, slow_loss)
     run(name, beta=0.3, **flags)
     assert len(losses) == 3

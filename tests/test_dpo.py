@@ -93,7 +93,7 @@ def test_lr_zero_changes_nothing(run):
 
 @BOTH
 def test_memory_flags_change_memory_only(run, script):
-    assert same(run(script, **FIRST), run(script, **FIRST, tokens_per_forward=90, gradient_checkpointing=True), 1e-4)
+    assert same(run(script, **FIRST), run(script, **FIRST, tokens_per_forward=90, gradient_checkpointing="on"), 1e-4)
 
 
 def test_losses_and_their_weights_reach_the_run(run):
@@ -148,7 +148,7 @@ def test_steps_0_only_fills_the_cache(script, monkeypatch):
     assert SCRIPTS[script].main(args) == []
     files = {file.name for file in Path(args.out).iterdir()}
     assert "reference_logprobs.pkl" in files and not files & {"model", "metrics.jsonl", "samples.jsonl"}
-    monkeypatch.setattr(ReferenceCache, "score", None)
+    monkeypatch.setattr(ReferenceCache, "score_missing", None)
     assert len(SCRIPTS[script].main(replace(args, steps=1, samples=0))) == 2, "the same folder goes on"
 
 

@@ -94,7 +94,7 @@ def test_greedy_rollouts_do_not_depend_on_the_batch():
     policy = make("llama").cuda()
     prompts = [(5, 6, 7), (9, 8), (4, 3, 2, 11, 12)]
     tokenizer = SimpleNamespace(eos_token_id=None, batch_decode=lambda *_, **__: [])
-    args = rloo.Args(top_k=1, max_new_tokens=8)
+    args = rloo.Args(temperature=1e-4, max_new_tokens=8)
     enable_shared_prompts(policy)
     together = rloo.rollout(policy, tokenizer, prompts, 3, 1, args).groups
     assert together == [rloo.rollout(policy, tokenizer, [prompt], 3, 1, args).groups[0] for prompt in prompts]

@@ -10,7 +10,7 @@ from runs import ROOT, arguments, run  # noqa: F401
 from torch import tensor
 
 import kto
-from kto import Args, Batch, Row, derange, draw_others, feedback_loss, metrics
+from kto import Args, Batch, Row, draw_others, feedback_loss, metrics
 from refcache import BadInput, ReferenceCache
 
 
@@ -45,7 +45,7 @@ def test_metrics_by_hand():
     means = {name: value[mask].tolist() for name, (value, mask) in values.items()}
     expected = {"loss": [1 - sg(0.17), sg(0.07), sg(-0.03)], "rewards/accuracies": [1.0, 0.0, 0.5],
                 "rewards/chosen": [0.2], "rewards/rejected": [0.1, 0.0], "logps/chosen": [-9.0],
-                "logps/rejected": [-8.0, -7.0], "logratio": [0.5, 0.25, 0.0]}
+                "logps/rejected": [-8.0, -7.0], "logratio": [0.5, 0.25, 0.0], "nll/chosen": [2.25]}
     assert means.keys() == expected.keys()
     for name, found in means.items():
         assert found == pytest.approx(expected[name]), name
@@ -53,36 +53,30 @@ def test_metrics_by_hand():
 
 # ---- Answers to other prompts, and z ---------------------------------
 
-def test_derangement_uses_each_row_once():
-    for n in range(2, 60):
-        few = np.random.default_rng(n).integers(0, max(4, n // 3), n).tolist()
-        half = [0] * (n // 2) + list(range(1, n - n // 2 + 1))
-        for prompts in (list(range(n)), half, few):
-            most = max(prompts.count(prompt) for prompt in prompts)
-            if 2 * most > n:
-                with pytest.raises(BadInput, match=f"one prompt has {most} of (the )?{n} rows"):
-                    derange(prompts, n)
-                continue
-            partners = derange(prompts, n)
-            assert sorted(partners) == list(range(n)) and partners == derange(prompts, n)
-            assert all(prompts[i] != prompts[j] for i, j in enumerate(partners))
+@pytest.mark.parametrize("n_prompts", [2, 3, 40])
+def test_others_answer_other_prompts(n_prompts):
+    rows = [Row((i % n_prompts,), (i, 99), True, (), {}) for i in range(40)]
+    drawn = draw_others(rows, rows, Args())
+    assert drawn == draw_others(rows, rows, Args()) != draw_others(rows, rows, Args(seed=1))
+    assert all(rows[row.other[0]].prompt != row.prompt for row in drawn)
+    assert len({row.other for row in drawn}) > 15, "they are spread over the rows"
+    held_out = draw_others(rows[:3], rows[1:], Args())
+    assert all(row.other[0] > 0 and rows[row.other[0]].prompt != row.prompt for row in held_out)
+
+
+def test_one_prompt_alone_is_refused():
+    rows = [Row((9,), (i, 99), True, (), {}) for i in range(4)]
+    with pytest.raises(BadInput, match="all rows have one prompt"):
+        draw_others(rows, rows, Args())
 
 
 def test_answers_to_other_prompts_are_cut(capsys):
     rows = [Row((9,) * (1 + i), tuple(range(100 * i, 100 * i + 10 - i)), True, (), {}) for i in range(8)]
-    train_rows, _ = draw_others(rows, [], Args(max_length=11))
-    for row in train_rows:
-        source = rows[row.other[0] // 100]
-        assert source.prompt != row.prompt
-        assert row.other == source.completion[:11 - len(row.prompt)]
-    n_cut = sum(len(row.other) < len(rows[row.other[0] // 100].completion) for row in train_rows)
+    drawn = draw_others(rows, rows, Args(max_length=11))
+    for row in drawn:
+        assert row.other == rows[row.other[0] // 100].completion[:11 - len(row.prompt)]
+    n_cut = sum(len(row.other) < len(rows[row.other[0] // 100].completion) for row in drawn)
     assert n_cut and f"{n_cut} of 8 " in capsys.readouterr().out
-
-
-def test_held_out_rows_get_answers_to_other_prompts():
-    rows = [Row((i % 2,), (10 + i % 2,), True, (), {}) for i in range(10)]
-    _, held_out = draw_others(rows, rows[1:] + rows[:1], Args())
-    assert all(row.other == (11 - row.prompt[0],) for row in held_out)
 
 
 def test_z_is_the_mean_over_the_whole_batch():

@@ -48,7 +48,7 @@ def difference(one, two):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_reference_of_a_new_adapter_is_the_bare_model(checkpointing):
-    policy = load(trains=True, lora_r=4, gradient_checkpointing=checkpointing)
+    policy = load(trains=True, lora_r=4, gradient_checkpointing="on" if checkpointing else "off")
     swap = Swap(policy)
     bare = logprobs(load())
     assert held_by(swap) == bare
@@ -60,7 +60,7 @@ def test_reference_of_a_new_adapter_is_the_bare_model(checkpointing):
 def test_sft_adapter_is_the_reference_without_dropout(run, ref, checkpointing):
     folder = adapt("dropping", lora_dropout=0.5)
     assert not list(Path(folder).glob("tokenizer*"))
-    one = run(model=folder, ref=ref, gradient_checkpointing=checkpointing, lr=2e-2)
+    one = run(model=folder, ref=ref, gradient_checkpointing="on" if checkpointing else "off", lr=2e-2)
     assert one.history[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert one.history[1]["logps/chosen"] == pytest.approx(run(model=folder).history[1]["logps/chosen"], abs=1e-4)
     assert same(one, run(model=folder, lr=2e-2))
@@ -117,7 +117,7 @@ def test_a_new_adapter_depends_on_the_seed_only(run):
 
 def test_gradient_checkpointing_needs_no_training_mode():
     folder = save(build("opt", TINY | dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.5)), "opt")
-    policy = load(folder, trains=True, gradient_checkpointing=True)
+    policy = load(folder, trains=True, gradient_checkpointing="on")
     forwards = []
     policy.model.decoder.layers[0].fc1.register_forward_hook(lambda *_: forwards.append(1))
     ours = completion_logprobs(policy, GROUPS)
@@ -127,7 +127,7 @@ def test_gradient_checkpointing_needs_no_training_mode():
     assert torch.equal(ours[0][0], completion_logprobs(load(folder), GROUPS)[0][0])
 
 
-@pytest.mark.parametrize("target", ["all-linear", r".*(embed_tokens|lm_head)"])
+@pytest.mark.parametrize("target", ["all-linear", "embed_tokens,lm_head"])
 def test_adapter_on_tied_embeddings(run, target):
     folder = save(build("llama", TINY | dict(tie_word_embeddings=True)), "tied")
     flags = dict(LORA, model=folder, lora_target=target)

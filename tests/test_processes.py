@@ -26,7 +26,7 @@ UNEVEN = dict(batch_size=5, steps=3, tokens_per_forward=150, max_new_tokens=6)  
 CASES = {  # what differs between processes: weights, gradients, data, references, rollouts
     "dpo": ("dpo", dict(samples=3)),
     "dpo-one-row": ("dpo", dict(batch_size=1)),
-    "dpo-humanline": ("dpo", dict(ref="swap", humanline=(-1.0, 1.5), gradient_checkpointing=True)),
+    "dpo-humanline": ("dpo", dict(ref="swap", humanline=(-1.0, 1.5), gradient_checkpointing="on")),
     "dpo-sync": ("dpo", dict(ref="swap", sync_reference=2, sync_mix=0.6)),
     "dpo-lora": ("dpo", dict(lora_r=4, lr=2e-2)),
     "dpo-bfloat16": ("dpo", dict(dtype="bfloat16", ref="swap")),

@@ -94,7 +94,7 @@ def slow_run(script, args, begin):
     low, high = args.humanline or (-1e3, 1e3)
     rows, held_out = (module.load_rows(file, TOKENIZER, args) for file in (args.data, args.eval_data))
     if script == "kto" and args.loss == "kto":
-        rows, held_out = kto.draw_others(rows, held_out, args)
+        held_out, rows = kto.draw_others(held_out, rows, args), kto.draw_others(rows, rows, args)
     policy = load(begin, module, trains=True)
     reference = load(args.ref_model, module) if args.ref_model else deepcopy(policy)
     weights = [p for p in policy.parameters() if p.requires_grad]

@@ -263,7 +263,7 @@ def test_training_equals_a_slow_loop(rolled, changes):
 
 def test_memory_flags_change_no_sample_and_no_result(rolled):
     one = rolled()
-    other = rolled(tokens_per_forward=60, gradient_checkpointing=True, rollout_tokens=1)
+    other = rolled(tokens_per_forward=60, gradient_checkpointing="on", rollout_tokens=1)
     assert [samples.groups for samples in one.steps] == [samples.groups for samples in other.steps]
     for values, others in zip(one.history, other.history):
         assert values == pytest.approx(others, abs=1e-4)
