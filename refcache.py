@@ -107,16 +107,12 @@ class ReferenceCache(Mapping):
 
     def missing(self, groups: Groups) -> Groups:
         """What is not scored yet, all completions of a prompt together and each once."""
-        merged: dict[tuple, dict] = {}  # a dict keeps the order of its keys
+        missing: dict[tuple, dict] = {}  # prompt -> completions: a dict keeps the order of its keys
         for prompt, completions in groups:
-            merged.setdefault(prompt, {}).update(dict.fromkeys(completions))
-        missing = []
-        for prompt, completions in merged.items():
             scored = self.table.get(bytes_of(prompt), ())
             unknown = [completion for completion in completions if bytes_of(completion) not in scored]
-            if unknown:
-                missing.append((prompt, unknown))
-        return missing
+            missing.setdefault(prompt, {}).update(dict.fromkeys(unknown))
+        return [(prompt, list(unknown)) for prompt, unknown in missing.items() if unknown]
 
     def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0):
         """Scores what is missing with `model`."""
@@ -235,11 +231,8 @@ def bytes_of(ids: tuple[int, ...]) -> bytes:
 def to_cpu(logprobs: Ragged) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     """All log-probs, (N,), which a GPU has copied when the event happens: its later work is not waited for."""
     flat = torch.cat([values for group in logprobs for values in group])
-    copied = torch.cuda.Event() if flat.is_cuda else None
-    flat = flat.to("cpu", non_blocking=True)  # one transfer, to pinned memory
-    if copied:
-        copied.record()
-    return flat, copied
+    on_cpu = flat.to("cpu", non_blocking=True)  # one transfer, to pinned memory
+    return on_cpu, torch.cuda.current_stream().record_event() if flat.is_cuda else None
 
 
 def entries_of(groups: Groups, logprobs: torch.Tensor) -> list[tuple[bytes, dict[bytes, bytes]]]:
@@ -294,7 +287,8 @@ class Swap:
             before = mine.clone()
             mine.copy_(theirs, non_blocking=True)
             theirs.copy_(before, non_blocking=True)  # the GPU copies in this order
-        wait_for_gpu()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # else the CPU would read copies that are not complete
 
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
@@ -321,16 +315,7 @@ class Swap:
 def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
     """Copies the values of `source` into the tensors of `target`, which names a subset of them."""
     for name, tensor in target.items():
-        tensor = local(tensor)
-        values = local(source[name]).view_as(tensor)  # copy_ alone would broadcast
-        tensor.copy_(values, non_blocking=True)
-    wait_for_gpu()
-
-
-def wait_for_gpu():
-    """For all that was started there. Before, the CPU would read copies that are not complete."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        tensor.copy_(local(source[name]).view_as(tensor))  # copy_ alone would broadcast
 
 
 def structure(model) -> dict:
@@ -498,7 +483,7 @@ def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp: 
     ratios = torch.cat([y for completions in logps for y in completions])  # (N,)
     if ref_logps is not None:
         flat = np.concatenate([ref_logps[prompt, y] for prompt, completions in groups for y in completions])
-        ratios = ratios - to_device(torch.from_numpy(flat), ratios.device)
+        ratios = ratios - to_device(flat, ratios.device)
     if clamp:
         ratios = ratios.clamp(*clamp)
     return ragged(ratios, groups)
@@ -817,8 +802,9 @@ AttentionInterface.register(SHARED, shared_prompt_attention)
 AttentionMaskInterface.register(SHARED, shared_prompt_mask)
 
 
-def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
-    """Copies a CPU tensor, to a GPU without waiting for its kernels."""
+def to_device(values, device) -> torch.Tensor:
+    """Copies a list, an array or a CPU tensor, to a GPU without waiting for its kernels."""
+    tensor = torch.as_tensor(values)
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -845,9 +831,9 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
             key_ends.append(key_ends[-1] + len(prompt) + len(y))
     sizes_q, sizes_k = np.diff(query_ends).tolist(), np.diff(key_ends).tolist()  # on the CPU: no GPU sync
     cu_seq_q, cu_seq_k = to_device(torch.tensor([query_ends, key_ends], dtype=torch.int32), device)  # (spans + 1,)
-    ids, positions = to_device(torch.from_numpy(np.stack([ids, np.concatenate(positions)])), device)  # (T,)
-    sources, targets = to_device(torch.from_numpy(np.stack([np.concatenate(sources), targets])), device)  # (N,)
-    keys = to_device(torch.from_numpy(np.concatenate(keys)), device) if len(ids) < key_ends[-1] else None  # (T_k,)
+    ids, positions = to_device(np.stack([ids, np.concatenate(positions)]), device)  # (T,)
+    sources, targets = to_device(np.stack([np.concatenate(sources), targets]), device)  # (N,)
+    keys = to_device(np.concatenate(keys), device) if len(ids) < key_ends[-1] else None  # (T_k,)
     # without a mask of ones, transformers treats restarting positions as packed sequences and masks the prompts
     ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(ids))
     spans = None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)
@@ -866,5 +852,5 @@ def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Te
             sources += range(first, first + len(y))
             targets += y
             row_start += ids.shape[1]
-    sources, targets = to_device(torch.tensor([sources, targets]), device)
+    sources, targets = to_device([sources, targets], device)
     return dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long()), sources, targets
