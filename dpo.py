@@ -189,7 +189,7 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
-    columns: dict  # of the file
+    columns: dict  # of the file, for --score
 
 
 def groups(rows: list[Row]) -> list:
@@ -250,7 +250,6 @@ def main(args: Args) -> list[dict]:
     train_rows, eval_rows = load_data(tokenizer, args)
     print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out. The first, | before each trained token:")
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].chosen), sep="|")
-    train_rows = [row._replace(columns={}) for row in train_rows]  # texts would take as much memory as tokens
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
     run = describe_run(train_rows, eval_rows, [args.score], args)
@@ -347,7 +346,8 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         return {}
     answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines = [{"step": step, "prompt": row.columns["prompt"], "completion": text} for row, text in zip(rows, texts)]
+    prompts = tokenizer.batch_decode([row.prompt for row in rows])
+    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, texts)]
     means = {}
     if args.score:
         columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
@@ -388,7 +388,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     answers_of = itemgetter("chosen", "rejected")
     for _, (chosen, rejected), begins, columns in encode(tokenizer, source, answers_of, args):
         begin = min(begins)  # one prompt for both
-        rows.append(Row(chosen[:begin], chosen[begin:], rejected[begin:], columns))
+        rows.append(Row(chosen[:begin], chosen[begin:], rejected[begin:], columns if args.score else {}))
     return rows
 
 

@@ -167,7 +167,7 @@ class Row(NamedTuple):
     completion: tuple[int, ...]
     is_desirable: bool
     other: tuple[int, ...]  # y', of another prompt; () if the loss needs none
-    columns: dict  # of the file
+    columns: dict  # of the file, for --score
 
 
 def groups(rows: list[Row]) -> list:
@@ -255,7 +255,6 @@ def main(args: Args) -> list[dict]:
         eval_rows = draw_others(eval_rows, train_rows, args)
         train_rows = draw_others(train_rows, train_rows, args)
     print_balance(train_rows, args)
-    train_rows = [row._replace(columns={}) for row in train_rows]  # texts would take as much memory as tokens
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
     run = describe_run(train_rows, eval_rows, [args.score], args)
@@ -353,7 +352,8 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         return {}
     answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines = [{"step": step, "prompt": row.columns["prompt"], "completion": text} for row, text in zip(rows, texts)]
+    prompts = tokenizer.batch_decode([row.prompt for row in rows])
+    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, texts)]
     means = {}
     if args.score:
         columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
@@ -395,7 +395,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     for _, sequences, begins, columns in encode(tokenizer, source, answers_of, args):
         labels = [True, False] if len(sequences) == 2 else [is_desirable(columns)]
         for ids, begin, label in zip(sequences, begins, labels):
-            rows.append(Row(ids[:begin], ids[begin:], label, (), columns))
+            rows.append(Row(ids[:begin], ids[begin:], label, (), columns if args.score else {}))
     return rows
 
 

@@ -73,12 +73,10 @@ def start(name, out, **changes):
     return SCRIPTS[RUNS[name][0]].main(flags_of(name, out, **changes))
 
 
-@cache
 def whole(name):
     """The folder of a run that was not interrupted."""
-    out = Path(FOLDER.name) / f"whole-{name}"
-    finish(name, out)
-    return out
+    count_events(name)
+    return Path(FOLDER.name) / f"whole-{name}"
 
 
 def results(out):
@@ -138,7 +136,11 @@ def start_process(name, out, die_at=None, sleep=0.0, **changes):
     assert torch.get_num_threads() == 1 and not torch.cuda.is_available(), "set OMP_NUM_THREADS=1"
     context = multiprocessing.get_context("fork")
     end, report = context.Pipe()
-    inputs = (flags_of(name, out, **changes), RUNS[name][0], die_at, sleep, report)
+    args = flags_of(name, out, **changes)
+    script = RUNS[name][0]
+    if args.dtype != "bfloat16":
+        SCRIPTS[script].load_model(args.model, "cpu", args, trains=True)  # conftest.py remembers: forks inherit that
+    inputs = (args, script, die_at, sleep, report)
     process = context.Process(target=live, args=inputs)
     process.start()
     return process, end
@@ -161,7 +163,7 @@ def finish(name, out):
 
 @cache
 def count_events(name):
-    return finish(name, Path(FOLDER.name) / f"events-{name}")
+    return finish(name, Path(FOLDER.name) / f"whole-{name}")
 
 
 @pytest.mark.parametrize("name", [
