@@ -195,7 +195,7 @@ def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
     losses = watch(monkeypatch, "reward_model", slow_loss)
     _, args = run("reward_model", steps=2)
     judge = rloo.RewardModel(f"{args.out}/model", "cpu", rloo.Args())
-    rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args())
+    rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args(score="keeps the columns"))
     prompts, answers = ([row.columns[name] for row in rows] for name in ("prompt", "chosen"))
     expected = [score(judge.model, row.prompt + row.chosen).item() for row in rows]
     assert judge(prompts, answers, [True] * 12) == pytest.approx(expected, abs=1e-5) and len(losses) == 2
@@ -204,7 +204,7 @@ def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
 
 
 def test_sft(monkeypatch, tmp_path):
-    rows = [row.columns for row in kto.load_rows(arguments("kto").data, TOKENIZER, kto.Args())]
+    rows = [row.columns for row in kto.load_rows(arguments("kto").data, TOKENIZER, kto.Args(score="keeps columns"))]
     good = [row["completion"] for row in rows if row["label"]]
     without = [{name: value for name, value in row.items() if name != "label"} for row in rows]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(str, without)).replace("'", '"'))
@@ -216,6 +216,7 @@ def test_sft(monkeypatch, tmp_path):
     losses = watch(monkeypatch, "sft", slow_loss)
     _, args = run("sft", steps=2)
     assert len(losses) == 2
+    args.score = "keeps columns"
     assert [row.columns["completion"] for row in changed("sft").load_rows(args.data, TOKENIZER, args)] == good
     assert len(changed("sft").load_rows(str(tmp_path / "rows.jsonl"), TOKENIZER, args)) == len(rows) > len(good)
 
