@@ -130,7 +130,7 @@ class ReferenceCache(Mapping):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
         micros = [[todo[i] for i in indices] for indices, _ in batches]  # longest first: out of memory comes early
-        scores = ((micro, to_cpu(completion_logprobs(model, micro, temperature=temperature))) for micro in micros)
+        scores = ((micro, to_cpu(completion_logprobs(model, micro, temperature))) for micro in micros)
         total = sum(map(count_tokens, micros))
         new = []
         save_at = time.monotonic() + 60
@@ -159,12 +159,12 @@ class ReferenceCache(Mapping):
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
         with FileLock(f"{os.path.realpath(path)}.lock"):
-            if Path(path).exists() and stamp_of(path) != self.stamp:
+            if Path(path).exists() and os.stat(path) != self.stamp:
                 self.load(path)
             table = pickle.dumps(self.table, protocol=4)
             header = json.dumps(self.header | {"sha256": hashlib.sha256(table).hexdigest()}) + "\n"
             write_whole(path, [header.encode(), table])
-            self.stamp = stamp_of(path)
+            self.stamp = os.stat(path)
 
     def load(self, path):
         """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged or has another header."""
@@ -196,12 +196,6 @@ def one_behind(items: Iterable) -> Iterator:
         yield from previous
         previous = [item]
     yield from previous
-
-
-def stamp_of(path) -> tuple:
-    """Changes when a file is replaced."""
-    stat = os.stat(path)
-    return stat.st_ino, stat.st_mtime_ns
 
 
 def load_builtins(data: bytes) -> dict:
@@ -270,7 +264,7 @@ class Swap:
             if any(all_gather(can_differ)):
                 self.ours[name] = tensor.detach()
                 self.theirs[name] = torch.empty_like(values, device="cpu", pin_memory=tensor.is_cuda)
-        copy(reference_weights, self.theirs)
+        self.load_state_dict(reference_weights)
 
     def __enter__(self):
         self.exchange()
@@ -307,15 +301,11 @@ class Swap:
             state[name] = tensor
         return state
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]):
-        copy(state, self.theirs)
-
-
-@torch.no_grad()
-def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
-    """Copies the values of `source` into the tensors of `target`, which names a subset of them."""
-    for name, tensor in target.items():
-        tensor.copy_(local(source[name]).view_as(tensor))  # copy_ alone would broadcast
+        """Copies the weights that are held. `state` may have more."""
+        for name, theirs in self.theirs.items():
+            theirs.copy_(local(state[name]).view_as(theirs))  # copy_ alone would broadcast
 
 
 def structure(model) -> dict:
@@ -362,21 +352,17 @@ def checkpoint_digest(name: str) -> str:
 
 # ---- Log-probs -------------------------------------------------------
 
-def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temperature=1.0) -> Ragged:
+def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
 
-    Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result.
-    temperature divides the logits, as in sampling.
+    Differentiable. One forward: micro_batches divides more groups. temperature divides the logits, as in sampling.
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
     core = unwrap_model(model)
     check_groups(core, groups)
     if core not in PROBED:
         enable_shared_prompts(model)
-    results = {}
     try:
-        for indices, _ in micro_batches(model, groups, tokens_per_forward):
-            lay_out = lay_out_shared if has_shared_prompts(core) else lay_out_padded
-            results.update(zip(indices, forward(core, [groups[i] for i in indices], lay_out, temperature)))
+        return forward(core, groups, lay_out_shared if has_shared_prompts(core) else lay_out_padded, temperature)
     except CannotShare as error:  # seen only in rows longer than the probe's
         if processes()[1] > 1:  # the others would wait for the forward that failed here
             raise BadInput(f"{one_line(error)}: this model cannot be split over processes") from error
@@ -384,8 +370,7 @@ def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temp
             core.reset_iter_state()  # the error interrupted a forward
         core.set_attn_implementation("sdpa")
         tqdm.write(f"{type(core).__name__}: padded rows from now on, because {error}")
-        return completion_logprobs(model, groups, tokens_per_forward, temperature)
-    return [results[i] for i in range(len(groups))]
+        return completion_logprobs(model, groups, temperature)
 
 
 def check_groups(core, groups: Groups):
@@ -402,7 +387,7 @@ def check_groups(core, groups: Groups):
 
 def forward(core, groups: Groups, lay_out: Callable, temperature=1.0) -> Ragged:
     """One forward of these groups, as lay_out_shared or lay_out_padded arranges them."""
-    inputs, sources, targets = lay_out(groups, core.get_input_embeddings().weight.device)
+    inputs, sources, targets = lay_out(groups, core.device)
     flat_logprobs = core.flat_logprobs if isinstance(core, FSDPModule) else partial(_flat_logprobs, core)
     return ragged(flat_logprobs(inputs, sources, targets, temperature), groups)
 

@@ -53,7 +53,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ('if hashlib.sha256(pickled).hexdigest() != header["sha256"]:', "if False:"),
         ("    if others:\n        raise BadInput", "    if False:\n        raise BadInput"),
         ("            del model\n            gc", "            gc"),
-        ("            if Path(path).exists() and stamp", "            if False and stamp"),
+        ("            if Path(path).exists() and os", "            if False and os"),
         ("if not logprobs.isfinite().all():", "if False:"),
         ("        finally:\n            if path:\n                self.save",
          "        finally:\n            if False:\n                self.save"),
