@@ -20,10 +20,11 @@ import time
 import warnings
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from types import MethodType
 from weakref import WeakSet
@@ -119,24 +120,22 @@ class ReferenceCache(Mapping):
         self.score_missing(model, self.missing(groups), tokens_per_forward, temperature)
 
     @torch.no_grad()
-    def score_missing(self, model, missing: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
+    def score_missing(self, model, missing: Groups, tokens_per_forward: int, temperature=1.0, path=None):
         """Scores what missing() returned. Saves to `path` about every minute, at the end, and on an exception."""
-        if unwrap_model(model) not in PROBED:
-            enable_shared_prompts(model)  # before the groups are packed
-        budget = tokens_per_forward if has_shared_prompts(model) else 0  # 0: one row per completion
+        budget = tokens_per_forward if enable_shared_prompts(model) else 0  # 0: one row per completion
         todo = []
         for prompt, completions in missing:
             for part in pack(list(map(len, completions)), budget - len(prompt)):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
         micros = [[todo[i] for i in indices] for indices, _ in batches]  # longest first: out of memory comes early
-        scores = ((micro, to_cpu(completion_logprobs(model, micro, temperature))) for micro in micros)
+        scores = ((micro, *to_cpu(completion_logprobs(model, micro, temperature))) for micro in micros)
         total = sum(map(count_tokens, micros))
         new = []
         save_at = time.monotonic() + 60
         try:
             with eval_mode(model), progress_bar(desc="reference", total=total, unit="tok", unit_scale=True) as progress:
-                for micro, (logprobs, copied) in one_behind(scores):
+                for (micro, logprobs, copied), _ in pairwise(chain(scores, [None])):  # the GPU computes the next
                     if copied:
                         copied.synchronize()
                     entries = entries_of(micro, logprobs)
@@ -187,15 +186,6 @@ class ReferenceCache(Mapping):
             advice = "name another, or delete it if it is an old cache"
             raise BadInput(f"{path} cannot be used, {one_line(error)}: {advice}") from None
         self.add(table.items())  # the job that saved first decides, so a resume finds the same numbers
-
-
-def one_behind(items: Iterable) -> Iterator:
-    """Yields each item when the next one has been begun: the GPU computes it while the CPU stores the results."""
-    previous = []
-    for item in items:
-        yield from previous
-        previous = [item]
-    yield from previous
 
 
 def load_builtins(data: bytes) -> dict:
@@ -359,10 +349,9 @@ def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
     core = unwrap_model(model)
     check_groups(core, groups)
-    if core not in PROBED:
-        enable_shared_prompts(model)
+    lay_out = lay_out_shared if enable_shared_prompts(model) else lay_out_padded
     try:
-        return forward(core, groups, lay_out_shared if has_shared_prompts(core) else lay_out_padded, temperature)
+        return forward(core, groups, lay_out, temperature)
     except CannotShare as error:  # seen only in rows longer than the probe's
         if processes()[1] > 1:  # the others would wait for the forward that failed here
             raise BadInput(f"{one_line(error)}: this model cannot be split over processes") from error
@@ -512,18 +501,17 @@ def divide_batches(pack_into: Callable, budget: int, rank: int, ranks: int) -> l
 def pack(lengths: list[int], budget: int, rows: list[int] | None = None) -> list[list[int]]:
     """Indices of items in batches of at most `budget` tokens, longest first. An item is a segment of a flat row or,
     with `rows`, that many rows, padded to the longest row of their batch."""
+    sizes = rows or lengths
     batches = []
-    load = 0  # tokens in the last batch
-    longest = 0  # the first item of a batch is its longest
+    load = 0  # rows or tokens in the last batch
+    width = 1  # tokens of each
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        size = rows[i] * longest if rows else lengths[i]
-        if not batches or load + size > budget:
+        if not batches or (load + sizes[i]) * width > budget:
             batches.append([])
             load = 0
-            longest = lengths[i]
-            size = rows[i] * longest if rows else lengths[i]
+            width = lengths[i] if rows else 1  # the first item of a batch is its longest
         batches[-1].append(i)
-        load += size
+        load += sizes[i]
     return batches
 
 
@@ -612,13 +600,13 @@ def unsharded(model):
     """Keeps whole weights on every GPU: else each generated token would gather them again."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in parts:
-        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_forward(False)
         module.unshard()
     try:
         yield
     finally:
         for module in parts:
-            module.set_reshard_after_forward(True, recurse=False)
+            module.set_reshard_after_forward(True)
             module.reshard()
 
 
@@ -656,9 +644,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 # ---- What a model can do: found out once, when it is loaded ----------
 
 def enable_shared_prompts(model) -> bool:
-    """Switches this model's attention so that completions share their prompt, if that is exact, and prints the result.
-    completion_logprobs calls it if you did not. Raises BadInput for a model whose log-probs cannot be computed here."""
+    """Switches this model's attention so that completions share their prompt, if that is exact, and prints the result:
+    the first time. Returns whether they do. Raises BadInput for a model whose log-probs cannot be computed here."""
     core = unwrap_model(model)
+    if core in PROBED:
+        return has_shared_prompts(core)
     name = type(core).__name__.removeprefix("FSDP")
     own_attention = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
     if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
@@ -815,15 +805,13 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
 
 def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """The same as a right-padded batch, a row per completion: exact for every causal model."""
-    rows = [torch.tensor(prompt + y) for prompt, completions in groups for y in completions]
-    ids = to_device(pad_sequence(rows, batch_first=True, padding_value=-1), device)
+    rows = [(prompt, y) for prompt, completions in groups for y in completions]
+    whole_rows = [torch.tensor(prompt + y) for prompt, y in rows]
+    ids = to_device(pad_sequence(whole_rows, batch_first=True, padding_value=-1), device)
     sources, targets = [], []
-    row_start = 0
-    for prompt, completions in groups:
-        for y in completions:
-            first = row_start + len(prompt) - 1  # the shift by one: the token before predicts it
-            sources += range(first, first + len(y))
-            targets += y
-            row_start += ids.shape[1]
+    for row, (prompt, y) in enumerate(rows):
+        first = row * ids.shape[1] + len(prompt) - 1  # the shift by one: the token before predicts it
+        sources += range(first, first + len(y))
+        targets += y
     sources, targets = to_device([sources, targets], device)
     return dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long()), sources, targets

@@ -28,7 +28,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ('scale=kwargs.get("scaling")', "scale=None"),
         (".tril(n_before).triu(n_before - reach + 1)", ".tril(n_before)"),
         (".triu(n_before - reach + 1)", ".triu(n_before - reach)"),
-        ("first = row_start + len(prompt) - 1", "first = row_start + len(prompt)"),
+        ("first = row * ids.shape[1] + len(prompt) - 1", "first = row * ids.shape[1] + len(prompt)"),
         ("shared < blind / ratio", "True"),
         ("if not (shared < limit", "if not (True"),
         ("logits / temperature if", "logits if"),
@@ -37,7 +37,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ("chunk_size = max(1, budget //", "chunk_size = max(10**9, budget //"),
         ("if length > context or max(map(max", "if max(map(max"),
         (', "index_topk", "keep_window_size")', ")"),
-        ("or load + size > budget", "or load > budget"),
+        ("(load + sizes[i]) * width > budget", "load * width > budget"),
         ("y = y[:len(y) // 2] if cut else y", "pass")],
     ("refcache.py", "test_dpo"): [
         ("ratios = ratios - to_device", "ratios = ratios + to_device"),
