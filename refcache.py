@@ -75,8 +75,8 @@ class ReferenceCache(Mapping):
 
     def __iter__(self):
         for prompt, scored in self.table.items():
-            for completion in scored:
-                yield tuple(array("I", prompt)), tuple(array("I", completion))
+            for y in scored:
+                yield tuple(array("I", prompt)), tuple(array("I", y))
 
     def __getitem__(self, key):
         prompt, completion = key
@@ -108,10 +108,10 @@ class ReferenceCache(Mapping):
 
     def missing(self, groups: Groups) -> Groups:
         """What is not scored yet, all completions of a prompt together and each once."""
-        missing: dict[tuple, dict] = {}  # prompt -> completions: a dict keeps the order of its keys
+        missing: dict[tuple, dict] = {}  # prompt -> completions, in their order
         for prompt, completions in groups:
             scored = self.table.get(bytes_of(prompt), ())
-            unknown = [completion for completion in completions if bytes_of(completion) not in scored]
+            unknown = [y for y in completions if bytes_of(y) not in scored]
             missing.setdefault(prompt, {}).update(dict.fromkeys(unknown))
         return [(prompt, list(unknown)) for prompt, unknown in missing.items() if unknown]
 
@@ -225,7 +225,7 @@ def entries_of(groups: Groups, logprobs: torch.Tensor) -> list[tuple[bytes, dict
         raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
     entries = []
     for (prompt, completions), group in zip(groups, ragged(logprobs, groups)):
-        scored = {bytes_of(completion): values.numpy().tobytes() for completion, values in zip(completions, group)}
+        scored = {bytes_of(y): values.numpy().tobytes() for y, values in zip(completions, group)}
         entries.append((bytes_of(prompt), scored))
     return entries
 
@@ -272,7 +272,7 @@ class Swap:
             mine.copy_(theirs, non_blocking=True)
             theirs.copy_(before, non_blocking=True)  # the GPU copies in this order
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # else the CPU would read copies that are not complete
+            torch.cuda.synchronize()  # else the CPU would read incomplete copies
 
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
@@ -644,8 +644,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 # ---- What a model can do: found out once, when it is loaded ----------
 
 def enable_shared_prompts(model) -> bool:
-    """Switches this model's attention so that completions share their prompt, if that is exact, and prints the result:
-    the first time. Returns whether they do. Raises BadInput for a model whose log-probs cannot be computed here."""
+    """Switches this model's attention so that completions share their prompt, if that is exact. Prints the result once
+    and returns it. completion_logprobs calls it. Raises BadInput if it cannot compute this model's log-probs."""
     core = unwrap_model(model)
     if core in PROBED:
         return has_shared_prompts(core)
@@ -806,8 +806,8 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
 def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """The same as a right-padded batch, a row per completion: exact for every causal model."""
     rows = [(prompt, y) for prompt, completions in groups for y in completions]
-    whole_rows = [torch.tensor(prompt + y) for prompt, y in rows]
-    ids = to_device(pad_sequence(whole_rows, batch_first=True, padding_value=-1), device)
+    padded = pad_sequence([torch.tensor(prompt + y) for prompt, y in rows], batch_first=True, padding_value=-1)
+    ids = to_device(padded, device)
     sources, targets = [], []
     for row, (prompt, y) in enumerate(rows):
         first = row * ids.shape[1] + len(prompt) - 1  # the shift by one: the token before predicts it
