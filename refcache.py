@@ -215,7 +215,7 @@ def bytes_of(ids: tuple[int, ...]) -> bytes:
 def to_cpu(logprobs: Ragged) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     """All log-probs, (N,), which a GPU has copied when the event happens: its later work is not waited for."""
     flat = torch.cat([values for group in logprobs for values in group])
-    on_cpu = flat.to("cpu", non_blocking=True)  # pinned, in one transfer
+    on_cpu = flat.to("cpu", non_blocking=True)  # pinned: one transfer
     return on_cpu, torch.cuda.current_stream().record_event() if flat.is_cuda else None
 
 
