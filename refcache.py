@@ -20,10 +20,11 @@ import time
 import warnings
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from types import MethodType
 from weakref import WeakSet
@@ -74,8 +75,8 @@ class ReferenceCache(Mapping):
 
     def __iter__(self):
         for prompt, scored in self.table.items():
-            for completion in scored:
-                yield tuple(array("I", prompt)), tuple(array("I", completion))
+            for y in scored:
+                yield tuple(array("I", prompt)), tuple(array("I", y))
 
     def __getitem__(self, key):
         prompt, completion = key
@@ -107,10 +108,10 @@ class ReferenceCache(Mapping):
 
     def missing(self, groups: Groups) -> Groups:
         """What is not scored yet, all completions of a prompt together and each once."""
-        missing: dict[tuple, dict] = {}  # prompt -> completions: a dict keeps the order of its keys
+        missing: dict[tuple, dict] = {}  # prompt -> completions, in their order
         for prompt, completions in groups:
             scored = self.table.get(bytes_of(prompt), ())
-            unknown = [completion for completion in completions if bytes_of(completion) not in scored]
+            unknown = [y for y in completions if bytes_of(y) not in scored]
             missing.setdefault(prompt, {}).update(dict.fromkeys(unknown))
         return [(prompt, list(unknown)) for prompt, unknown in missing.items() if unknown]
 
@@ -119,24 +120,22 @@ class ReferenceCache(Mapping):
         self.score_missing(model, self.missing(groups), tokens_per_forward, temperature)
 
     @torch.no_grad()
-    def score_missing(self, model, missing: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
+    def score_missing(self, model, missing: Groups, tokens_per_forward: int, temperature=1.0, path=None):
         """Scores what missing() returned. Saves to `path` about every minute, at the end, and on an exception."""
-        if unwrap_model(model) not in PROBED:
-            enable_shared_prompts(model)  # before the groups are packed
-        budget = tokens_per_forward if has_shared_prompts(model) else 0  # 0: one row per completion
+        budget = tokens_per_forward if enable_shared_prompts(model) else 0  # 0: one row per completion
         todo = []
         for prompt, completions in missing:
             for part in pack(list(map(len, completions)), budget - len(prompt)):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
         micros = [[todo[i] for i in indices] for indices, _ in batches]  # longest first: out of memory comes early
-        scores = ((micro, to_cpu(completion_logprobs(model, micro, temperature=temperature))) for micro in micros)
+        scores = ((micro, *to_cpu(completion_logprobs(model, micro, temperature))) for micro in micros)
         total = sum(map(count_tokens, micros))
         new = []
         save_at = time.monotonic() + 60
         try:
             with eval_mode(model), progress_bar(desc="reference", total=total, unit="tok", unit_scale=True) as progress:
-                for micro, (logprobs, copied) in one_behind(scores):
+                for (micro, logprobs, copied), _ in pairwise(chain(scores, [None])):  # the GPU computes the next
                     if copied:
                         copied.synchronize()
                     entries = entries_of(micro, logprobs)
@@ -159,12 +158,12 @@ class ReferenceCache(Mapping):
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
         with FileLock(f"{os.path.realpath(path)}.lock"):
-            if Path(path).exists() and stamp_of(path) != self.stamp:
+            if Path(path).exists() and os.stat(path) != self.stamp:
                 self.load(path)
             table = pickle.dumps(self.table, protocol=4)
             header = json.dumps(self.header | {"sha256": hashlib.sha256(table).hexdigest()}) + "\n"
             write_whole(path, [header.encode(), table])
-            self.stamp = stamp_of(path)
+            self.stamp = os.stat(path)
 
     def load(self, path):
         """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged or has another header."""
@@ -187,21 +186,6 @@ class ReferenceCache(Mapping):
             advice = "name another, or delete it if it is an old cache"
             raise BadInput(f"{path} cannot be used, {one_line(error)}: {advice}") from None
         self.add(table.items())  # the job that saved first decides, so a resume finds the same numbers
-
-
-def one_behind(items: Iterable) -> Iterator:
-    """Yields each item when the next one has been begun: the GPU computes it while the CPU stores the results."""
-    previous = []
-    for item in items:
-        yield from previous
-        previous = [item]
-    yield from previous
-
-
-def stamp_of(path) -> tuple:
-    """Changes when a file is replaced."""
-    stat = os.stat(path)
-    return stat.st_ino, stat.st_mtime_ns
 
 
 def load_builtins(data: bytes) -> dict:
@@ -231,7 +215,7 @@ def bytes_of(ids: tuple[int, ...]) -> bytes:
 def to_cpu(logprobs: Ragged) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     """All log-probs, (N,), which a GPU has copied when the event happens: its later work is not waited for."""
     flat = torch.cat([values for group in logprobs for values in group])
-    on_cpu = flat.to("cpu", non_blocking=True)  # one transfer, to pinned memory
+    on_cpu = flat.to("cpu", non_blocking=True)  # pinned: one transfer
     return on_cpu, torch.cuda.current_stream().record_event() if flat.is_cuda else None
 
 
@@ -241,7 +225,7 @@ def entries_of(groups: Groups, logprobs: torch.Tensor) -> list[tuple[bytes, dict
         raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
     entries = []
     for (prompt, completions), group in zip(groups, ragged(logprobs, groups)):
-        scored = {bytes_of(completion): values.numpy().tobytes() for completion, values in zip(completions, group)}
+        scored = {bytes_of(y): values.numpy().tobytes() for y, values in zip(completions, group)}
         entries.append((bytes_of(prompt), scored))
     return entries
 
@@ -270,7 +254,7 @@ class Swap:
             if any(all_gather(can_differ)):
                 self.ours[name] = tensor.detach()
                 self.theirs[name] = torch.empty_like(values, device="cpu", pin_memory=tensor.is_cuda)
-        copy(reference_weights, self.theirs)
+        self.load_state_dict(reference_weights)
 
     def __enter__(self):
         self.exchange()
@@ -288,7 +272,7 @@ class Swap:
             mine.copy_(theirs, non_blocking=True)
             theirs.copy_(before, non_blocking=True)  # the GPU copies in this order
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # else the CPU would read copies that are not complete
+            torch.cuda.synchronize()  # else the CPU would read incomplete copies
 
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
@@ -307,15 +291,11 @@ class Swap:
             state[name] = tensor
         return state
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]):
-        copy(state, self.theirs)
-
-
-@torch.no_grad()
-def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
-    """Copies the values of `source` into the tensors of `target`, which names a subset of them."""
-    for name, tensor in target.items():
-        tensor.copy_(local(source[name]).view_as(tensor))  # copy_ alone would broadcast
+        """Copies the weights that are held. `state` may have more."""
+        for name, theirs in self.theirs.items():
+            theirs.copy_(local(state[name]).view_as(theirs))  # copy_ alone would broadcast
 
 
 def structure(model) -> dict:
@@ -362,21 +342,16 @@ def checkpoint_digest(name: str) -> str:
 
 # ---- Log-probs -------------------------------------------------------
 
-def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temperature=1.0) -> Ragged:
+def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
 
-    Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result.
-    temperature divides the logits, as in sampling.
+    Differentiable. One forward: micro_batches divides more groups. temperature divides the logits, as in sampling.
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
     core = unwrap_model(model)
     check_groups(core, groups)
-    if core not in PROBED:
-        enable_shared_prompts(model)
-    results = {}
+    lay_out = lay_out_shared if enable_shared_prompts(model) else lay_out_padded
     try:
-        for indices, _ in micro_batches(model, groups, tokens_per_forward):
-            lay_out = lay_out_shared if has_shared_prompts(core) else lay_out_padded
-            results.update(zip(indices, forward(core, [groups[i] for i in indices], lay_out, temperature)))
+        return forward(core, groups, lay_out, temperature)
     except CannotShare as error:  # seen only in rows longer than the probe's
         if processes()[1] > 1:  # the others would wait for the forward that failed here
             raise BadInput(f"{one_line(error)}: this model cannot be split over processes") from error
@@ -384,8 +359,7 @@ def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temp
             core.reset_iter_state()  # the error interrupted a forward
         core.set_attn_implementation("sdpa")
         tqdm.write(f"{type(core).__name__}: padded rows from now on, because {error}")
-        return completion_logprobs(model, groups, tokens_per_forward, temperature)
-    return [results[i] for i in range(len(groups))]
+        return completion_logprobs(model, groups, temperature)
 
 
 def check_groups(core, groups: Groups):
@@ -402,7 +376,7 @@ def check_groups(core, groups: Groups):
 
 def forward(core, groups: Groups, lay_out: Callable, temperature=1.0) -> Ragged:
     """One forward of these groups, as lay_out_shared or lay_out_padded arranges them."""
-    inputs, sources, targets = lay_out(groups, core.get_input_embeddings().weight.device)
+    inputs, sources, targets = lay_out(groups, core.device)
     flat_logprobs = core.flat_logprobs if isinstance(core, FSDPModule) else partial(_flat_logprobs, core)
     return ragged(flat_logprobs(inputs, sources, targets, temperature), groups)
 
@@ -527,18 +501,17 @@ def divide_batches(pack_into: Callable, budget: int, rank: int, ranks: int) -> l
 def pack(lengths: list[int], budget: int, rows: list[int] | None = None) -> list[list[int]]:
     """Indices of items in batches of at most `budget` tokens, longest first. An item is a segment of a flat row or,
     with `rows`, that many rows, padded to the longest row of their batch."""
+    sizes = rows or lengths
     batches = []
-    load = 0  # tokens in the last batch
-    longest = 0  # the first item of a batch is its longest
+    load = 0  # rows or tokens in the last batch
+    width = 1  # tokens of each
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        size = rows[i] * longest if rows else lengths[i]
-        if not batches or load + size > budget:
+        if not batches or (load + sizes[i]) * width > budget:
             batches.append([])
             load = 0
-            longest = lengths[i]
-            size = rows[i] * longest if rows else lengths[i]
+            width = lengths[i] if rows else 1  # the first item of a batch is its longest
         batches[-1].append(i)
-        load += size
+        load += sizes[i]
     return batches
 
 
@@ -627,13 +600,13 @@ def unsharded(model):
     """Keeps whole weights on every GPU: else each generated token would gather them again."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in parts:
-        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_forward(False)
         module.unshard()
     try:
         yield
     finally:
         for module in parts:
-            module.set_reshard_after_forward(True, recurse=False)
+            module.set_reshard_after_forward(True)
             module.reshard()
 
 
@@ -671,9 +644,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 # ---- What a model can do: found out once, when it is loaded ----------
 
 def enable_shared_prompts(model) -> bool:
-    """Switches this model's attention so that completions share their prompt, if that is exact, and prints the result.
-    completion_logprobs calls it if you did not. Raises BadInput for a model whose log-probs cannot be computed here."""
+    """Switches this model's attention so that completions share their prompt, if that is exact. Prints the result once
+    and returns it. completion_logprobs calls it. Raises BadInput if it cannot compute this model's log-probs."""
     core = unwrap_model(model)
+    if core in PROBED:
+        return has_shared_prompts(core)
     name = type(core).__name__.removeprefix("FSDP")
     own_attention = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
     if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
@@ -842,15 +817,13 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
 
 def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """The same as a right-padded batch, a row per completion: exact for every causal model."""
-    rows = [torch.tensor(prompt + y) for prompt, completions in groups for y in completions]
-    ids = to_device(pad_sequence(rows, batch_first=True, padding_value=-1), device)
+    rows = [(prompt, y) for prompt, completions in groups for y in completions]
+    padded = pad_sequence([torch.tensor(prompt + y) for prompt, y in rows], batch_first=True, padding_value=-1)
+    ids = to_device(padded, device)
     sources, targets = [], []
-    row_start = 0
-    for prompt, completions in groups:
-        for y in completions:
-            first = row_start + len(prompt) - 1  # the shift by one: the token before predicts it
-            sources += range(first, first + len(y))
-            targets += y
-            row_start += ids.shape[1]
+    for row, (prompt, y) in enumerate(rows):
+        first = row * ids.shape[1] + len(prompt) - 1  # the shift by one: the token before predicts it
+        sources += range(first, first + len(y))
+        targets += y
     sources, targets = to_device([sources, targets], device)
     return dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long()), sources, targets
