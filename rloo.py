@@ -379,7 +379,8 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
         for batch in progress_bar(batches, desc="sample", unit="batch"):
             if batch:
                 drawn = decode(core, [prompts[i] for i in batch], u[batch].to(core.device), stops, args)
-                tokens[batch], logps[batch], entropy[batch] = drawn
+                places = to_device(torch.tensor(batch), core.device)  # without waiting for the GPU
+                tokens[places], logps[places], entropy[places] = drawn
     tokens, logps, entropy = (all_reduce(tensor).cpu() for tensor in (tokens, logps, entropy))
     mask = tokens >= 0
     T = mask.sum(dim=2).max()
