@@ -368,21 +368,19 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     u = torch.from_numpy(generator(args.seed, "rollout", step).random(shape))
     core = unwrap_model(policy)
     stops = stop_tokens(core, tokenizer)
-
-    def batches(budget):
-        if not has_shared_prompts(policy):
-            return [[i] for i in range(len(prompts))]  # padding could change samples
-        return pack([len(prompt) + args.max_new_tokens for prompt in prompts], budget, [k] * len(prompts))
+    lengths = [len(prompt) + args.max_new_tokens for prompt in prompts]
+    budget = args.rollout_tokens if has_shared_prompts(policy) else 0  # 0: one by one, padding could change samples
+    batches = divide_batches(partial(pack, lengths, rows=[k] * len(prompts)), budget, *processes())
 
     tokens = torch.zeros(shape, dtype=torch.long, device=core.device)
     logps = torch.zeros(shape, device=core.device)
     entropy = torch.zeros(shape[:2], device=core.device)
     with unsharded(policy):
-        parts = divide_batches(batches, args.rollout_tokens, *processes())
-        for batch in progress_bar(parts, desc="sample", unit="batch"):
+        for batch in progress_bar(batches, desc="sample", unit="batch"):
             if batch:
                 drawn = decode(core, [prompts[i] for i in batch], u[batch].to(core.device), stops, args)
-                tokens[batch], logps[batch], entropy[batch] = drawn
+                places = to_device(torch.tensor(batch), core.device)  # without waiting for the GPU
+                tokens[places], logps[places], entropy[places] = drawn
     tokens, logps, entropy = (all_reduce(tensor).cpu() for tensor in (tokens, logps, entropy))
     mask = tokens >= 0
     T = mask.sum(dim=2).max()
@@ -433,11 +431,11 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
         out = core(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
                    logits_to_keep=1)
         cache.batch_repeat_interleave(k)
-        logits = out.logits[:, -1].repeat_interleave(k, 0)
+        out.logits = out.logits.repeat_interleave(k, 0)
         mask = mask.repeat_interleave(k, 0)
     else:
         out = core(input_ids=ids.repeat_interleave(k, 0), use_cache=True)
-        logits = out.logits[:, -1]
+    logits = out.logits[:, -1]
     positions = positions[:, -1:].repeat_interleave(k, 0)
     cache = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
 
@@ -475,7 +473,7 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.
     probs = logps.exp()
     entropy = -(probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
-    token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
+    token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)
     return token[:, 0], logps.gather(-1, token)[:, 0], entropy
 
