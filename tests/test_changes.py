@@ -227,24 +227,21 @@ SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0
 def watch_samples(monkeypatch, name, formula, beta):
     """The same of samples, which are returned, too."""
     module, reference, known = changed(name), load(model_with_many_ends()), {}
-    rollout, compute_rewards = module.rollout, module.compute_rewards
+    rollout = module.rollout
 
     def watched_rollout(policy, tokenizer, prompts, k, *rest):
         samples = rollout(policy, tokenizer, prompts, k, *rest)
-        if k == 1:  # an evaluation
-            return samples
         noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
         samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # of another sampler
         for (prompt, ys), logps in zip(samples.groups, samples.logps):
             with torch.no_grad():
-                known[prompt] = [SimpleNamespace(
-                    tokens=y, sampler=sampler[:len(y)], old=logp(policy, prompt, y),
-                    ref=logp(reference, prompt, y)) for y, sampler in zip(ys, logps)]
+                olds = [logp(policy, prompt, y) for y in ys]
+                refs = [logp(reference, prompt, y) for y in ys] if beta else olds
+            known[prompt] = [SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=old, ref=ref)
+                             for y, sampler, old, ref in zip(ys, logps, olds, refs)]
         return samples
 
     def crafted_rewards(samples, *rest):
-        if len(samples.groups) < 4:
-            return compute_rewards(samples, *rest)
         for (prompt, _), rewards, ended in zip(samples.groups, SCORES.tolist(), samples.ended):
             for y, reward, has_ended in zip(known[prompt], rewards, ended):
                 y.reward = reward if has_ended else nan  # --mask_truncated
@@ -262,7 +259,8 @@ def watch_samples(monkeypatch, name, formula, beta):
     return watch(monkeypatch, name, slow_loss), known
 
 
-SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_per_rollout=2)
+SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_per_rollout=2, eval_data=None,
+             eval_size=0)
 
 
 @pytest.mark.parametrize("beta", [0.3, 0.0])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import build, logp
 from runs import FOLDER, ROOT, TINY, TOKENIZER, arguments, data, distance, save, tiny, weights_of, without_speed
+from slow_losses import model_with_many_ends
 from torch import tensor
 from transformers import (
     AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForSequenceClassification)
@@ -21,7 +22,8 @@ from rloo import (
     Args, RewardModel, Row, Samples, batch_rows, compute_rewards, leave_one_out, learning_rate, main, policy_loss,
     rollout)
 
-MODEL = str(ROOT / "demo/model")
+DEMO = dict(model=str(ROOT / "demo/model"), max_new_tokens=12)
+MODEL = model_with_many_ends()
 NAN = math.nan
 REWARDS = """
 def vowels(completions, **columns):
@@ -53,7 +55,7 @@ def read(path):
 
 
 FILE = write(Path(FOLDER.name) / "rewards_of_test_rloo.py", [REWARDS])
-FLAGS = dict(model=MODEL, reward=(f"{FILE}:vowels",), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=12)
+FLAGS = dict(model=MODEL, reward=(f"{FILE}:vowels",), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=6)
 
 
 def chat(text, role="user"):
@@ -201,7 +203,7 @@ def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch
 
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", forward)
     judge = classifier(tmp_path / "judge")
-    one = rolled(data=file, eval_data=file, reward=(), reward_model=judge, steps=1, max_new_tokens=10)
+    one = rolled(data=file, eval_data=file, reward=(), reward_model=judge, steps=1, **DEMO)
     assert 0 < torch.cat([samples.ended.flatten() for samples in one.drawn]).float().mean() < 1
     sampled = [TOKENIZER.decode(x + y) for samples in one.drawn for x, ys in samples.groups for y in ys]
     assert sorted(seen) == sorted(sampled)
@@ -223,11 +225,11 @@ def test_bad_reward_models_are_refused(tmp_path):
 # ---- Training --------------------------------------------------------
 
 @pytest.mark.parametrize("changes", [
-    dict(updates_per_rollout=2, temperature=0.8, reward_clip=(0.9, 1.2), mask_truncated=True), dict()], ids=str)
+    dict(updates_per_rollout=2, temperature=0.8, reward_clip=(0.9, 1.2), mask_truncated=True) | DEMO, dict()], ids=str)
 def test_training_equals_a_slow_loop(rolled, changes):
     one = rolled(**changes)
     args = replace(Args(lr=1e-3), **changes)
-    policy, reference = (AutoModelForCausalLM.from_pretrained(MODEL) for _ in range(2))
+    policy, reference = (AutoModelForCausalLM.from_pretrained((FLAGS | changes)["model"]) for _ in range(2))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step, samples in enumerate(one.steps, 1):
         optimizer.param_groups[0]["lr"] = learning_rate(step, 2, args)
@@ -340,4 +342,4 @@ def test_only_the_ends_of_a_generation_config_count(rolled):
     assert other.steps[0].groups == plain.steps[0].groups
     for _, ys in stopped.steps[0].groups:
         assert all(token not in ends for y in ys for token in y[:-1])
-        assert all(len(y) == 12 or y[-1] in ends for y in ys)
+        assert all(len(y) == 6 or y[-1] in ends for y in ys)
