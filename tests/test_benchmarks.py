@@ -26,20 +26,15 @@ def code_of(page, number=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("line, row", [
     ("logprobs --tiny", "| 200 | full | "), ("processes --tiny", "| 2 | 8 | "),
-    (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | ")])
-def test_benchmark_prints_rows(line, row):
-    assert row in start(*line.split())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line, row", [
+    (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | "),
     ("against_trl --tiny", "| reference | trl + cache | "), ("gpu --tiny", "| dpo | trl | "),
     ("simulate trl --model tiny --tokens 1000 --median 20", "| trl | step | "),
     ("trl_precompute 1", "learning_rate=2e-06 | yes |"), ("trl_precompute 7", "bf16=True | no | -9.9"),
     ("trl_precompute 8", "max_length=8 | no | -10.0"),
     ("trl_precompute 9", "ld_alpha=0.5 | no | -11.3")])
-def test_benchmark_beside_trl_prints_rows(line, row):
-    pytest.importorskip("trl")
+def test_benchmark_prints_rows(line, row):
+    if "trl" in row or "| yes" in row or "| no" in row:
+        pytest.importorskip("trl")
     assert row in start(*line.split())
 
 
