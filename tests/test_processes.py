@@ -173,7 +173,7 @@ def every_token_of_the_first(*_):
     return range(len(TOKENIZER) // (1 + refcache.processes()[0]))
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])  # the same block
 def test_process_without_samples_goes_on(name):
     """Else they would wait for its weights for ever."""
     script, args = flags_of(name, steps=1)

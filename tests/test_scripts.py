@@ -116,12 +116,13 @@ def test_bad_input_is_one_sentence_and_exit_code_2(script, tmp_path, capsys):
     assert not any("Traceback" in line for line in printed)
 
 
-def test_out_of_memory_names_the_flag_to_lower(tmp_path, capsys, monkeypatch):
+def test_out_of_memory_names_the_flag_to_lower(capsys, monkeypatch):
     def checkpoint_digest(name):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(refcache, "checkpoint_digest", checkpoint_digest)
-    assert command_line("dpo", "--out", tmp_path / "out") == 2
+    args = arguments()
+    assert command_line("dpo", "--model", args.model, "--data", args.data, "--out", args.out) == 2
     assert "--tokens_per_forward" in capsys.readouterr().err.splitlines()[-1]
 
 
