@@ -54,7 +54,7 @@ def changed(name):
     return module
 
 
-# ---- The patches as files --------------------------------------------
+# --- The patches as files
 
 @EACH
 @pytest.mark.skipif(not shutil.which("patch"), reason="needs patch(1)")
@@ -82,7 +82,7 @@ def test_all_patches_are_in_both_tables():
     assert set(TABLE) == set(PATCHES)
 
 
-# ---- Loss and gradient -----------------------------------------------
+# --- Loss and gradient
 
 def watch(monkeypatch, name, slow_loss, function="run_batch"):
     """Compares the batches of main() with slow_loss. Returns losses and norms of gradients."""
@@ -112,7 +112,7 @@ def run(name, **flags):
     return changed(name).main(args), args
 
 
-# ---- Pairs -----------------------------------------------------------
+# --- Pairs
 
 @pytest.mark.parametrize("name, formula, flags", [
     ("orpo", orpo, {}), ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
@@ -220,7 +220,7 @@ def test_sft(monkeypatch, tmp_path):
     assert len(changed("sft").load_rows(str(tmp_path / "rows.jsonl"), TOKENIZER, args)) == len(rows) > len(good)
 
 
-# ---- Samples ---------------------------------------------------------
+# --- Samples
 
 SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0.0]])  # one scored sample; a tie
 

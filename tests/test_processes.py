@@ -181,7 +181,7 @@ def test_process_without_samples_goes_on(name):
     assert len(Path(args.out, "samples.jsonl").read_text().splitlines()) == 6
 
 
-# ---- Log-probs -------------------------------------------------------
+# --- Log-probs
 
 @refcache.process_group()
 def logps_and_gradients(name):
@@ -246,7 +246,7 @@ def test_micro_batches_of_processes_are_equal():
             assert rows < 8 * ranks or max(loads) < 1.25 * np.mean(loads)
 
 
-# ---- Checkpoints and faults ------------------------------------------
+# --- Checkpoints and faults
 
 class Killed(Exception):
     pass

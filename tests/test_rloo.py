@@ -84,7 +84,7 @@ def rolled():
     return lambda **changes: run(tuple(sorted(changes.items())))
 
 
-# ---- Advantages and loss, by hand ------------------------------------
+# --- Advantages and loss, by hand
 
 def test_advantages_by_hand():
     rewards = tensor([[10.0, 20.0, 60.0, NAN], [3.0, 3.0, 3.0, 3.0], [NAN, 5.0, NAN, NAN], [NAN] * 4, [NAN, 1, 4, NAN]])
@@ -103,7 +103,7 @@ def test_policy_loss_and_gradient_by_hand():
     assert is_clipped.nonzero().flatten().tolist() == [3, 6, 8]  # where no gradient passes, but for advantage 0
 
 
-# ---- Rewards ---------------------------------------------------------
+# --- Rewards
 
 def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
     """Rewards of the samples soup and tea of one prompt, bread and cake of another."""
@@ -163,7 +163,7 @@ def test_misuse_and_bad_rewards_are_refused(changes, words):
         main(arguments("rloo", **FLAGS | changes))
 
 
-# ---- Reward models ---------------------------------------------------
+# --- Reward models
 
 def classifier(path, outputs=1, **changes):
     torch.manual_seed(0)
@@ -222,7 +222,7 @@ def test_bad_reward_models_are_refused(tmp_path):
         RewardModel(classifier(tmp_path / "two", outputs=2), "cpu", Args())
 
 
-# ---- Training --------------------------------------------------------
+# --- Training
 
 @pytest.mark.parametrize("changes", [
     dict(updates_per_rollout=2, temperature=0.8, reward_clip=(0.9, 1.2), mask_truncated=True) | DEMO, dict()], ids=str)
@@ -272,7 +272,7 @@ def test_memory_flags_change_no_sample_and_no_result(rolled):
     assert distance(one, other) < 2e-5
 
 
-# ---- Samples and files -----------------------------------------------
+# --- Samples and files
 
 def test_metrics_by_hand_and_what_the_files_hold(rolled):
     one = rolled(steps=3, eval_every=2, reward_clip=(-1.0, 0.4))

@@ -21,7 +21,7 @@ TEXTS = {name: (ROOT / f"{name}.py").read_text() for name in (*SCRIPTS, "refcach
 README = (ROOT / "README.md").read_text()
 
 
-# ---- The text of the scripts -----------------------------------------
+# --- The text of the scripts
 
 def definitions(script):
     """Name -> lines of each function and class."""
@@ -83,7 +83,7 @@ def test_equal_flags_have_equal_help():
     assert len(lines) > 40
 
 
-# ---- The command line ------------------------------------------------
+# --- The command line
 
 def command_line(script, *flags):
     """Runs a script as the command line does, in this process. Returns its exit code."""
@@ -157,7 +157,7 @@ def test_script_runs_when_copied_alone_with_refcache(script, tmp_path):
     assert (tmp_path / f"out/{script}/model/model.safetensors").exists()
 
 
-# ---- README ----------------------------------------------------------
+# --- README
 
 def commands():
     """(script, flags) of every command that starts a script, in the README and in the docstrings."""
