@@ -203,7 +203,7 @@ def main(args: Args, flags: list[str]):
     report(args, ["--ref", "swap"])
     report(replace(args, tokens=2000), ["--ref", "swap"])
     report(replace(args, what="kto"), [])
-    report(replace(args, what="rloo", tokens=300), ["--k", "2", "--max_new_tokens", "4"])
+    report(replace(args, what="rloo", tokens=300), ["--k", "2", "--max_new_tokens", "2"])
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def arguments(script="dpo", **changes):
     if script == "rloo":
         reward = Path(FOLDER.name) / "reward_of_letters.py"
         reward.write_text(REWARD)
-        flags |= dict(reward=(f"{reward}:letters",), max_new_tokens=8)
+        flags |= dict(reward=(f"{reward}:letters",), max_new_tokens=6)
     else:
         flags["samples"] = 0
     return SCRIPTS[script].Args(**flags | changes)

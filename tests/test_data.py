@@ -81,7 +81,7 @@ def byte_level(front=(), back=(), **tokens):
     return PreTrainedTokenizerFast(tokenizer_object=backend, **dict(bos_token="<s>", eos_token="</s>") | tokens)
 
 
-# ---- Rendering -------------------------------------------------------
+# --- Rendering
 
 
 def test_chats_end_as_their_template_ends_them(load):
@@ -155,7 +155,7 @@ def test_strings_beside_a_template_are_reported(load, capsys):
     assert "--as_chat" not in capsys.readouterr().out
 
 
-# ---- The boundary between prompt and answer --------------------------
+# --- The boundary between prompt and answer
 
 
 def test_token_across_the_boundary_moves_to_the_answers(load):
@@ -233,12 +233,12 @@ def test_a_chat_gets_no_bos_beyond_its_template(texts, beginning):
 
 
 def test_many_rows_are_tokenized_as_alone(load):
-    numbers = range(4000)
+    numbers = range(1500)
     rows = load([dict(prompt=f"The tea {n}", chosen=f" was {n}.", rejected=f" is {n}.") for n in numbers])
     assert [decode(row) for row in rows] == [[f"The tea {n}", f" was {n}.{END}", f" is {n}.{END}"] for n in numbers]
 
 
-# ---- Rows that are left out ------------------------------------------
+# --- Rows that are left out
 
 
 def test_long_rows_are_dropped_and_a_length_is_named(load, capsys):
@@ -278,7 +278,7 @@ def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
         assert ("; 1 with answers that repeat the prompt" in capsys.readouterr().out) == is_repeated
 
 
-# ---- Rows that are refused -------------------------------------------
+# --- Rows that are refused
 
 
 @pytest.mark.parametrize("bad, words", [
@@ -334,7 +334,7 @@ def test_rows_of_a_pair_do_not_depend_on_each_other(load):
     assert rows[2].prompt != rows[3].prompt and load([spanning])[0].prompt == rows[3].prompt
 
 
-# ---- Files -----------------------------------------------------------
+# --- Files
 
 ROWS = [dict(prompt=f"The tea, {n}", chosen=' was "warm",\r\nvery.', rejected=" was bad.", id="0070") for n in range(3)]
 

@@ -44,7 +44,7 @@ def loaded(monkeypatch):
     return calls
 
 
-# ---- A run, and what it leaves ---------------------------------------
+# --- A run, and what it leaves
 
 def test_step_0_is_ln_2(run):
     history = run(**FIRST).history
@@ -118,7 +118,7 @@ def test_checkpoints_are_written_every_so_many_steps(monkeypatch, save_every, st
     assert saved == steps
 
 
-# ---- The reference ---------------------------------------------------
+# --- The reference
 
 def test_never_two_models_in_memory(loaded):
     dpo.main(arguments(steps=1))
@@ -172,7 +172,7 @@ def test_cache_of_other_numbers_stops_the_run(tmp_path):
     assert not (Path(args.out) / "model").exists()
 
 
-# ---- Order, held-out rows, learning rate -----------------------------
+# --- Order, held-out rows, learning rate
 
 def test_batches_are_permutations():
     def epochs(seed):
@@ -208,7 +208,7 @@ def test_learning_rate_by_hand():
     assert [learning_rate(step, 2, Args(lr=1.0, warmup=1.0)) for step in (1, 2)] == [0.5, 1.0]
 
 
-# ---- Answers to held-out prompts, and their scores -------------------
+# --- Answers to held-out prompts, and their scores
 
 @pytest.fixture(scope="module")
 def uniform():
@@ -272,7 +272,7 @@ def test_prompts_without_room_for_an_answer_get_none(tmp_path):
     assert sampled(tmp_path, "return [1.0] * len(prompts)", max_new_tokens=255) == ({}, [])
 
 
-# ---- What is refused -------------------------------------------------
+# --- What is refused
 
 @pytest.mark.parametrize("changes, words", [
     (dict(data="nothing.jsonl"), "nothing.jsonl"), (dict(model=None), "--model and --data"),

@@ -43,7 +43,7 @@ def difference(one, two):
     return (logits(one) - logits(two)).abs().max().item()
 
 
-# ---- The reference ---------------------------------------------------
+# --- The reference
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -85,7 +85,7 @@ def test_sft_adapter_trains_and_is_saved(config, tmp_path):
     assert difference(load(tmp_path / "model"), policy) < 1e-5, "a later run can start from it"
 
 
-# ---- What trains and what is saved -----------------------------------
+# --- What trains and what is saved
 
 
 def test_a_saved_adapter_finds_its_base_from_any_folder(run, monkeypatch):
@@ -142,7 +142,7 @@ def test_adapter_on_tied_embeddings(run, target):
     assert equal(resumed, one.weights)
 
 
-# ---- Bases in bfloat16 -----------------------------------------------
+# --- Bases in bfloat16
 
 
 def halved():
@@ -178,7 +178,7 @@ def test_float32_adapter_on_a_bfloat16_base_is_exact(config):
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
-# ---- What is refused -------------------------------------------------
+# --- What is refused
 
 
 def test_an_adapter_that_lacks_a_weight_is_refused(run):

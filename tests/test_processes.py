@@ -47,33 +47,32 @@ def slow_but(quick):
     return marked
 
 
-class Forks:
-    """Forked processes that wait for work: what a process must do once, such as to plan the operators of split tensors,
-    is not done again for each test."""
+FORKS = {}  # number of processes -> [(process, end of the pipe where it waits for work), ..]
 
-    def __init__(self, n):
-        context = multiprocessing.get_context("fork")
-        pipes = [context.Pipe() for _ in range(n)]
-        self.ends = [end for end, _ in pipes]
-        self.processes = [context.Process(target=work, args=(pipe, rank, n), daemon=True)
-                          for rank, (_, pipe) in enumerate(pipes)]
-        for process in self.processes:
-            process.start()
 
-    def kill(self):
-        for process in self.processes:
-            process.kill()
-            process.join()
+def kill(n):
+    for process, _ in FORKS.pop(n, ()):
+        process.kill()
+        process.join()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def forks():
-    yield FORKS
-    for some in FORKS.values():
-        some.kill()
+def no_fork_stays():
+    yield
+    for n in list(FORKS):
+        kill(n)
 
 
-FORKS = {}
+def forks(n):
+    """They stay: what a process does when it begins, such as to plan operators of split tensors, takes long."""
+    context = multiprocessing.get_context("fork")
+    if n not in FORKS:
+        FORKS[n] = []
+        for rank in range(n):
+            end, pipe = context.Pipe()
+            FORKS[n].append((context.Process(target=work, args=(pipe, rank, n), daemon=True), end))
+            FORKS[n][-1][0].start()
+    return [end for _, end in FORKS[n]]
 
 
 def in_processes(n, function, *args):
@@ -81,14 +80,12 @@ def in_processes(n, function, *args):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    if n not in FORKS:
-        FORKS[n] = Forks(n)
-    for end in FORKS[n].ends:
+    for end in forks(n):
         end.send((port, function, args))
-    results = [end.recv() if end.poll(120) else ("hangs", None) for end in FORKS[n].ends]
+    results = [end.recv() if end.poll(120) else ("hangs", None) for end in forks(n)]
     for kind, value in results:
         if kind != "result":
-            FORKS.pop(n).kill()
+            kill(n)
             raise value if isinstance(value, BadInput) else AssertionError(f"{kind} {value}")
     return pickle.loads(results[0][1])
 
@@ -176,7 +173,7 @@ def every_token_of_the_first(*_):
     return range(len(TOKENIZER) // (1 + refcache.processes()[0]))
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])  # the same block
 def test_process_without_samples_goes_on(name):
     """Else they would wait for its weights for ever."""
     script, args = flags_of(name, steps=1)
@@ -184,7 +181,7 @@ def test_process_without_samples_goes_on(name):
     assert len(Path(args.out, "samples.jsonl").read_text().splitlines()) == 6
 
 
-# ---- Log-probs -------------------------------------------------------
+# --- Log-probs
 
 @refcache.process_group()
 def logps_and_gradients(name):
@@ -249,7 +246,7 @@ def test_micro_batches_of_processes_are_equal():
             assert rows < 8 * ranks or max(loads) < 1.25 * np.mean(loads)
 
 
-# ---- Checkpoints and faults ------------------------------------------
+# --- Checkpoints and faults
 
 class Killed(Exception):
     pass

@@ -99,7 +99,7 @@ def assert_same_as_whole(name, out):
     assert other_files(out) == other_files(whole(name))
 
 
-# ---- Processes that kill themselves ----------------------------------
+# --- Processes that kill themselves
 
 def live(args, script, die_at, sleep, report):
     """Runs a script. Counts what changes a file or a weight, and kills itself before event number `die_at`, or before
@@ -182,7 +182,7 @@ def test_resume_after_kill_while_writing_is_bitwise_equal(die_at, tmp_path):
     assert_same_as_whole("dpo-swap", tmp_path)
 
 
-# ---- Checkpoints -----------------------------------------------------
+# --- Checkpoints
 
 def newest(out):
     """The folder of the only checkpoint."""
@@ -250,7 +250,7 @@ def test_resume_inside_a_window_scores_all_of_it(tmp_path, monkeypatch):
     assert scored[0] == STEPS * 3
 
 
-# ---- Which command resumes a run -------------------------------------
+# --- Which command resumes a run
 
 @pytest.mark.parametrize("name, changes", [
     ("dpo", dict(tokens_per_forward=100, gradient_checkpointing="on", save_every=7, model_every=1)),

@@ -10,8 +10,7 @@ from torch import tensor
 from torch.distributed.tensor import DTensor
 
 import refcache
-from refcache import (
-    BadInput, Swap, check_agreement, full_tensor, log_ratios, shard)
+from refcache import BadInput, Swap, check_agreement, full_tensor, log_ratios, shard
 
 IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
 
@@ -157,9 +156,6 @@ def test_state_of_another_shape_is_refused():
     swap = Swap(make("llama"))
     with pytest.raises(RuntimeError):
         swap.load_state_dict(swap.state_dict() | {"lm_head.weight": torch.zeros(1, 32)})  # it would broadcast
-
-
-# --- reference_logprobs
 
 
 # --- log_ratios and check_agreement
