@@ -5,16 +5,18 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from math import isnan, log, nan
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import tyro
-from models import gradient, logp
-from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of
+from models import GROUPS, flat, gradient, logp, values_and_gradients
+from runs import EACH as EACH_SCRIPT
+from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
 from slow_losses import (
     FORMULAS, alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, ppo, rpo,
     tokens_of, weighted, wpo)
@@ -23,12 +25,13 @@ from torch import tensor
 import dpo
 import kto
 import rloo
-from refcache import BadInput
+from refcache import BadInput, completion_logprobs
 
 PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
 SCRIPT_OF = {name: re.search(r"^--- (\w+)\.py$", patch, re.M)[1] for name, patch in PATCHES.items()}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
 EACH = pytest.mark.parametrize("name", PATCHES)
+FOR_EACH_SCRIPT = {"compile", "load_in_4bit"}
 
 
 def apply(patch, text):
@@ -45,12 +48,14 @@ def apply(patch, text):
 
 
 @cache
-def changed(name):
-    script = SCRIPTS[SCRIPT_OF[name]]
+def changed(name, script=None):
+    script = SCRIPTS[script or SCRIPT_OF[name]]
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = script.__file__
     exec(compile(apply(PATCHES[name], (ROOT / f"{script.__name__}.py").read_text()), name, "exec"), vars(module))
-    module.load_checkpoint, module.enable_shared_prompts = script.load_checkpoint, script.enable_shared_prompts
+    module.enable_shared_prompts = script.enable_shared_prompts
+    if name != "load_in_4bit":
+        module.load_checkpoint = script.load_checkpoint
     return module
 
 
@@ -59,10 +64,12 @@ def changed(name):
 @EACH
 @pytest.mark.skipif(not shutil.which("patch"), reason="needs patch(1)")
 def test_patch_applies(name, tmp_path):
-    script, patch, out = ROOT / f"{SCRIPT_OF[name]}.py", ROOT / f"changes/{name}.patch", tmp_path / "out"
-    done = subprocess.run(["patch", "--fuzz=0", script, patch, "-o", out], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert out.read_text() == apply(PATCHES[name], script.read_text())
+    patch, out = ROOT / f"changes/{name}.patch", tmp_path / "out"
+    for script in SCRIPTS if name in FOR_EACH_SCRIPT else [SCRIPT_OF[name]]:
+        script = ROOT / f"{script}.py"
+        done = subprocess.run(["patch", "--fuzz=0", script, patch, "-o", out], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        assert out.read_text() == apply(PATCHES[name], script.read_text())
 
 
 @EACH
@@ -105,11 +112,56 @@ def watch(monkeypatch, name, slow_loss, function="run_batch"):
     return losses
 
 
-def run(name, **flags):
-    defaults = asdict(SCRIPTS[SCRIPT_OF[name]].Args())
-    given = {flag: value for flag, value in asdict(arguments(SCRIPT_OF[name])).items() if value != defaults[flag]}
-    args = changed(name).Args(**given | flags)
-    return changed(name).main(args), args
+def run(name, script=None, **flags):
+    defaults = asdict(SCRIPTS[script or SCRIPT_OF[name]].Args())
+    given = asdict(arguments(script or SCRIPT_OF[name]))
+    given = {flag: value for flag, value in given.items() if value != defaults[flag]}
+    args = changed(name, script).Args(**given | flags)
+    return changed(name, script).main(args), args
+
+
+# ---- All three scripts -----------------------------------------------
+
+@EACH_SCRIPT
+def test_compile_covers_norms_and_mlps(script):
+    args = changed("compile", script).Args(dtype="float32", compile=True)
+    for trains in (True, False):
+        model = changed("compile", script).load_model(tiny(), "cpu", args, trains)
+        assert {type(m).__name__ for m in model.modules() if m._compiled_call_impl} == {"LlamaRMSNorm", "LlamaMLP"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [{}, dict(lora_r=4, lr=2e-2, gradient_checkpointing="on")], ids=str)
+@EACH_SCRIPT
+def test_compiled_runs_equal_others(script, flags):
+    plain, compiled = (run("compile", script, compile=compile, **flags)[0] for compile in (False, True))
+    for one, other in zip(without_speed(plain), without_speed(compiled), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("script", ["dpo", "rloo"])
+def test_load_in_4bit_trains_what_the_dequantized_model_would(script):
+    bitsandbytes, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
+    with pytest.raises(BadInput, match="--lora_r"):
+        run("load_in_4bit", script, load_in_4bit=True)
+    history, args = run("load_in_4bit", script, load_in_4bit=True, lora_r=4, lr=2e-2)
+    assert history[1].get("logratio", history[1].get("kl")) == pytest.approx(0, abs=1e-6)
+    assert script == "rloo" or b" in NF4" in Path(args.out, "reference_logprobs.pkl").read_bytes()
+    args = replace(args, dtype="float32")
+    bare = changed("load_in_4bit", script).load_model(tiny(), "cpu", args)
+    policy = changed("load_in_4bit", script).load_model(f"{args.out}/model", "cpu", args, trains=True)
+    base = load()
+    for name, layer in bare.named_modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            base.get_submodule(name).weight.data = weight
+    slow_policy = peft.PeftModel.from_pretrained(base, f"{args.out}/model", is_trainable=True).eval()
+    before = flat(completion_logprobs(bare, GROUPS))
+    logps, grads = values_and_gradients(completion_logprobs, policy, GROUPS)
+    slow_logps, slow_grads = values_and_gradients(completion_logprobs, slow_policy, GROUPS)
+    assert (logps - slow_logps).abs().max() < 1e-4 < (logps - before).abs().max()
+    assert (before - flat(completion_logprobs(load(), GROUPS))).abs().max() > 1e-2
+    assert (grads - slow_grads).norm() < 1e-4 * slow_grads.norm()
 
 
 # --- Pairs
