@@ -68,7 +68,7 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
-MAY_CHANGE = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
+MAY_CHANGE = ("out ref_cache save_every eval_every samples tokens_per_forward rollout_tokens "
               "gradient_checkpointing").split()  # when a run is resumed
 NO_REFERENCE = {"simpo", "sft"}
 Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "apo_zero", "simpo", "sft"]
@@ -117,7 +117,6 @@ class Args:
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
     save_every: int = 50  # steps between checkpoints; 0: none
-    model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
@@ -244,7 +243,7 @@ def main(args: Args) -> list[dict]:
         args = replace(args, ref="none")
     args = resolve(args)
     out = Path(args.out)
-    lock = lock_folder(out, args)
+    lock = lock_folder(out)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
@@ -290,7 +289,7 @@ def main(args: Args) -> list[dict]:
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
+        torch.manual_seed(args.seed + step)  # for a resumed run
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         first = step - (step - 1) % window
         if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
@@ -324,8 +323,6 @@ def main(args: Args) -> list[dict]:
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
         append(out / "metrics.jsonl", [values])
-        if args.model_every and step % args.model_every == 0:
-            save_model(policy, tokenizer, out / f"model-{step}")
         if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
@@ -333,7 +330,11 @@ def main(args: Args) -> list[dict]:
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} pairs; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
-    return report(out)
+    history = report(out)
+    before, after = (history[i].get("eval_nll/chosen", 0.0) for i in (0, -1))
+    if after > before + 1:
+        print(f"Chosen answers are less likely, {before:.1f} → {after:.1f} nats per token: lower --lr, raise --beta")
+    return history
 
 
 # ---- Answers to held-out prompts: the same in dpo.py and kto.py ------
@@ -719,7 +720,7 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def lock_folder(out: Path, args) -> FileLock:
+def lock_folder(out: Path) -> FileLock:
     """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
@@ -808,12 +809,12 @@ def append(path: Path, lines: list[dict]):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints three held-out answers and all held-out metrics, before and after. Returns the lines of metrics.jsonl."""
+    """Prints held-out answers and metrics, before and after. Returns the lines of metrics.jsonl."""
     history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
     before, after = history[0], history[-1]
     held_out = [sample for sample in samples if sample.get("held_out", True)]
     answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
-    print("Held-out prompts, each with its answer before and after:")
+    print("held out: prompt, answer before, answer after")
     for first, last in list(zip(*answers))[:3]:
         for text in (first["prompt"], first["completion"], last["completion"]):
             print(repr(text)[:shutil.get_terminal_size().columns])
@@ -821,9 +822,6 @@ def report(out: Path) -> list[dict]:
     for name in after:
         if name.startswith("eval_"):
             print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
-    change = after.get("eval_nll/chosen", 0.0) - before.get("eval_nll/chosen", 0.0)
-    if change > 1:
-        print(f"Chosen answers became less likely, by {change:.1f} nats per token: lower --lr or raise --beta.")
     return history
 
 

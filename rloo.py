@@ -8,14 +8,14 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     python rloo.py  # the demo
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful
 
-A prompt is encoded once for its k samples. A killed run resumes if its command is repeated.
+A prompt is encoded once for its k samples.
 
 Data      rows `prompt`, a string or chat messages, and any columns for the reward:
           {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
           A reward is a function(prompts, completions, **columns) -> a float or None per completion.
 Shapes    B prompts per step, k samples each, T tokens in the longest: rewards and advantages are (B, k); log-probs of
           tokens are (B, k, T), 0 after the end of a sample. b: prompts in a micro-batch.
-Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function |
+Metrics   reward, reward_std: over all samples, before KL | rewards/NAME: of one function |
           frac_reward_zero_std: fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
           per token | completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss |
           clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token |
@@ -71,7 +71,7 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
-MAY_CHANGE = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
+MAY_CHANGE = ("out ref_cache save_every eval_every samples tokens_per_forward rollout_tokens "
               "gradient_checkpointing").split()  # when a run is resumed
 
 
@@ -89,7 +89,6 @@ class Args:
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed
     reward_model: str | None = None  # classifier with one output: folder or hub name
     reward_weights: tuple[float, ...] = ()  # of the functions, then the model; empty: 1 each
-    reward_clip: tuple[float, float] | None = None  # range of the total reward, before KL
 
     ref: Literal["swap", "live"] = "swap"  # see README
     ref_model: str | None = None  # None: the policy before training
@@ -124,7 +123,6 @@ class Args:
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
     save_every: int = 50  # steps between checkpoints; 0: none
-    model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
 
 
@@ -258,7 +256,7 @@ def main(args: Args) -> list[dict]:
         raise BadInput("--k must be at least 2")
     args = resolve(args, new_tokens=args.max_new_tokens)
     out = Path(args.out)
-    lock = lock_folder(out, args)
+    lock = lock_folder(out)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
@@ -289,24 +287,20 @@ def main(args: Args) -> list[dict]:
         barrier()  # the first process has written
         return report(out)
 
-    equal_steps = 0  # in a row
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
+        torch.manual_seed(args.seed + step)  # for a resumed run
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
         rewards, reward_means = compute_rewards(samples, rows, functions)
         values = {"step": step, **metrics(samples, rewards), **reward_means}
         log_samples(out, step, False, samples, rows, rewards)
-        equal_steps = equal_steps + 1 if values["frac_reward_zero_std"] == 1 else 0
-        if equal_steps == 10:
-            progress.write("In ten steps all samples of each prompt had equal rewards: nothing is learned.")
+        if step == 10 and values["frac_reward_zero_std"] == 1:
+            progress.write("All samples of each prompt have equal rewards: nothing is learned.")
         if step == 1 and not samples.ended.any():
             stops = tokenizer.convert_ids_to_tokens(stop_tokens(policy, tokenizer))
-            progress.write(f"No sample ended: does the chat template end turns with one of {stops}?")
-        if args.reward_clip:
-            rewards = rewards.clamp(*args.reward_clip)
+            progress.write(f"No sample ends: does the template end turns with one of {stops}?")
         if args.mask_truncated:
             rewards = torch.where(samples.ended, rewards, math.nan)
 
@@ -346,8 +340,6 @@ def main(args: Args) -> list[dict]:
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
         append(out / "metrics.jsonl", [values])
-        if args.model_every and step % args.model_every == 0:
-            save_model(policy, tokenizer, out / f"model-{step}")
         if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
@@ -919,7 +911,7 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def lock_folder(out: Path, args) -> FileLock:
+def lock_folder(out: Path) -> FileLock:
     """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
@@ -1008,12 +1000,12 @@ def append(path: Path, lines: list[dict]):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints three held-out answers and all held-out metrics, before and after. Returns the lines of metrics.jsonl."""
+    """Prints held-out answers and metrics, before and after. Returns the lines of metrics.jsonl."""
     history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
     before, after = history[0], history[-1]
     held_out = [sample for sample in samples if sample.get("held_out", True)]
     answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
-    print("Held-out prompts, each with its answer before and after:")
+    print("held out: prompt, answer before, answer after")
     for first, last in list(zip(*answers))[:3]:
         for text in (first["prompt"], first["completion"], last["completion"]):
             print(repr(text)[:shutil.get_terminal_size().columns])
@@ -1021,9 +1013,6 @@ def report(out: Path) -> list[dict]:
     for name in after:
         if name.startswith("eval_"):
             print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
-    change = after.get("eval_nll/chosen", 0.0) - before.get("eval_nll/chosen", 0.0)
-    if change > 1:
-        print(f"Chosen answers became less likely, by {change:.1f} nats per token: lower --lr or raise --beta.")
     return history
 
 
