@@ -50,7 +50,6 @@ def use_attention(monkeypatch, function):
 
 # --- values and gradients
 
-
 @pytest.mark.parametrize("name", MODELS)
 def test_shared_rows_equal_one_forward_per_sequence(name):
     model = make(name)
@@ -122,7 +121,6 @@ def test_adapters_also_of_the_head_are_exact(name, config):
 
 # --- memory
 
-
 def test_prompt_is_encoded_once_and_nothing_is_padded():
     model = make("llama")
     sizes = forward_sizes(model)
@@ -151,7 +149,6 @@ def test_pack_by_hand():
 
 
 # --- one kernel for all spans: the CUDA path
-
 
 class Reads(TorchDispatchMode):
     """Counts how often Python reads a number from a tensor: each time a CPU would wait for the GPU."""
@@ -247,7 +244,6 @@ def test_kernel_serves_what_flash_attention_can(serves, changes, monkeypatch):
 
 
 # --- what a model can do
-
 
 def test_attention_that_is_slightly_off_gets_padded_rows(monkeypatch):
     def slightly_off(shared, *args, spans=None, **kwargs):
