@@ -232,24 +232,17 @@ def test_forged_file_with_a_good_table_is_accepted(path):
     assert len(loaded(path)) == 1
 
 
-class Runs:
-    """A pickle that creates a folder when it is loaded."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
 def test_hostile_pickle_runs_nothing(tmp_path, path):
-    trap = Runs(tmp_path / "hacked")
-    for protocol, payload in product(range(6), (trap, {b"1234": trap})):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (f"{tmp_path}/hacked",)
+
+    for protocol, payload in product(range(6), (Trap(), {b"1234": Trap()})):
         data = pickle.dumps(payload, protocol)
         for file in (data, forged(data)):
             path.write_bytes(file)
             refused(path)
-    assert not trap.folder.exists()
+    assert not (tmp_path / "hacked").exists()
 
 
 def test_damaged_file_is_refused_or_equal(path, whole):
