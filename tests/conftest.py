@@ -19,8 +19,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that fork come first: training in bfloat16 starts threads, with which a fork may hang; and a GPU can be
-    simulated only where no backward was."""
+    """Tests that fork come first: threads of bfloat16 may hang a fork; a GPU is simulated only before any backward."""
     first = ["test_simulate.py", "test_processes.py", "test_resume.py"]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 

@@ -35,7 +35,6 @@ FOR_EACH_SCRIPT = {"compile", "load_in_4bit"}
 
 
 def apply(patch, text):
-    """What patch(1) does, without fuzz."""
     lines = text.splitlines(keepends=True)
     parts = re.split(r"^@@ -\d+(?:,\d+)? \+(\d+).*\n", patch, flags=re.M)
     for start, hunk in zip(parts[1::2], parts[2::2]):

@@ -44,7 +44,6 @@ def load(tmp_path):
 
 @pytest.fixture
 def texts(load):
-    """Prompt and answers of a single row, as text."""
     def texts(row, tokenizer=TOKENIZER, **flags):
         loaded, = load([row], tokenizer, **flags)
         return decode(loaded, tokenizer)
@@ -82,7 +81,6 @@ def byte_level(front=(), back=(), **tokens):
 
 
 # --- Rendering
-
 
 def test_chats_end_as_their_template_ends_them(load):
     for row, source in zip(load(CHATS), CHATS, strict=True):
@@ -157,9 +155,7 @@ def test_strings_beside_a_template_are_reported(load, capsys):
 
 # --- The boundary between prompt and answer
 
-
 def test_token_across_the_boundary_moves_to_the_answers(load):
-    """No token is lost."""
     row, = load([dict(prompt="The tea wa", chosen="s warm.", rejected="s bad.")])
     for answer, text in ((row.chosen, "The tea was warm."), (row.rejected, "The tea was bad.")):
         assert row.prompt + answer == tuple(TOKENIZER(text + END, add_special_tokens=False).input_ids)
@@ -240,7 +236,6 @@ def test_many_rows_are_tokenized_as_alone(load):
 
 # --- Rows that are left out
 
-
 def test_long_rows_are_dropped_and_a_length_is_named(load, capsys):
     rows = [dict(TEXT, prompt=" tea" * n) for n in (*range(1, 20), 500)]
     with pytest.raises(BadInput, match=r"--max_length \d+") as error:
@@ -279,7 +274,6 @@ def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
 
 
 # --- Rows that are refused
-
 
 @pytest.mark.parametrize("bad, words", [
     ({"prompt": "x", "chosen": "y"}, "expected.*found.*prompt"), (dict(TEXT, chosen=5), "expected.*5"),

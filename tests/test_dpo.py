@@ -1,6 +1,5 @@
 """dpo.py from end to end, and what kto.py has in common with it: files, reference, samples, what is refused."""
 import gc
-import json
 import math
 import weakref
 from copy import deepcopy
@@ -12,7 +11,7 @@ import pytest
 import torch
 from models import build
 from runs import (  # noqa: F401
-    BOTH, SCRIPTS, TINY, TOKENIZER, arguments, data, distance, load, run, same, tiny, weights_of, without_speed)
+    BOTH, SCRIPTS, TINY, TOKENIZER, arguments, data, distance, load, read, run, same, tiny, weights_of, without_speed)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
@@ -57,12 +56,12 @@ def test_files_of_a_finished_run(run):
     first = run(**FIRST)
     names = {file.name for file in first.out.iterdir()}
     assert {"model", "metrics.jsonl", "samples.jsonl", "reference_logprobs.pkl", "resume-3"} <= names
-    lines = [json.loads(line) for line in open(first.out / "metrics.jsonl")]
+    lines = read(first.out / "metrics.jsonl")
     assert without_speed(lines) == first.history
     assert min(line[name] for line in lines[1:] for name in ("seconds", "tokens_per_second")) > 0
     assert [values["step"] for values in first.history] == [0, 1, 2, 3]
     assert ["eval_loss" in values for values in first.history] == [True, False, True, True]
-    samples = [json.loads(line) for line in open(first.out / "samples.jsonl")]
+    samples = read(first.out / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0, 0, 2, 2, 3, 3]
     prompts = [row.columns["prompt"] for row in rows_of(first.args)[1][:2]]
     assert [sample["prompt"] for sample in samples] == prompts * 3
@@ -73,7 +72,7 @@ def test_files_of_a_finished_run(run):
 @BOTH
 def test_every_metric_is_explained(run, script):
     files = run(script, **FIRST).out
-    names = {name for line in open(files / "metrics.jsonl") for name in json.loads(line)} - {"step"}
+    names = {name for line in read(files / "metrics.jsonl") for name in line} - {"step"}
     assert {"learning_rate", "grad_norm", "logps/chosen", "tokens_per_second"} <= names
     text = SCRIPTS[script].__doc__.replace("logps/*", "logps/chosen, logps/rejected")
     assert not [name for name in names if name.removeprefix("eval_") not in text]
@@ -259,7 +258,7 @@ def sampled(tmp_path, score, **flags):
     rows[1].columns["answer"] = "42"
     means = write_samples(load(), TOKENIZER, rows, 7, tmp_path, args)
     file = tmp_path / "samples.jsonl"
-    return means, [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return means, read(file) if file.exists() else []
 
 
 def test_scores_get_the_columns_of_all_rows(tmp_path):
@@ -291,5 +290,5 @@ def test_loss_that_is_not_finite_stops_the_run(script):
     args = arguments(script, lr=1e17, max_grad_norm=1e17)
     with pytest.raises(BadInput, match="step 2"):
         SCRIPTS[script].main(args)
-    assert [json.loads(line)["step"] for line in open(f"{args.out}/metrics.jsonl")] == [0, 1]
+    assert [line["step"] for line in read(f"{args.out}/metrics.jsonl")] == [0, 1]
     assert not (Path(args.out) / "model").exists()

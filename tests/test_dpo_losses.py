@@ -147,7 +147,6 @@ def policy():
 
 @pytest.fixture(scope="module")
 def known():
-    """The log-probs of another model."""
     known = ReferenceCache()
     known.score(make("llama", 2), dpo.groups(ROWS))
     return known

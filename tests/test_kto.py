@@ -80,7 +80,6 @@ def test_answers_to_other_prompts_are_cut(capsys):
 
 
 def test_z_is_the_mean_over_the_whole_batch():
-    """One forward per sequence."""
     policy, reference = make("llama", 1), make("llama", 2)
     draw = np.random.default_rng(0).integers
     rows = [Row(tuple(draw(3, 97, 3 + i % 4)), (5, 2), True, tuple(draw(3, 97, 2 + i % 5)), {}) for i in range(12)]
@@ -106,7 +105,6 @@ def test_batch_of_one_kind(run):
 
 
 def labelled(tmp_path, labels):
-    """A file of rows with these labels."""
     lines = (ROOT / "demo/feedback.jsonl").read_text().splitlines()
     rows = [json.loads(line) | {"label": label} for line, label in zip(lines, labels)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))

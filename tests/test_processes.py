@@ -114,7 +114,6 @@ def flags_of(name, **changes):
 
 
 def train(name, n, **changes):
-    """The history and the weights of a run of n processes."""
     script, args = flags_of(name, **changes)
     main = SCRIPTS[script].main
     history = main(args) if n == 1 and "bfloat16" not in name else in_processes(n, main, args)
@@ -122,7 +121,6 @@ def train(name, n, **changes):
 
 
 def run_with(name, replacement, main, args):
-    """A run with another function of this name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[main.__module__], name, replacement)
         return main(args)
@@ -253,7 +251,6 @@ class Killed(Exception):
 
 
 def run_until(step, main, args):
-    """A run that dies after the checkpoint of this step."""
     module = sys.modules[main.__module__]
     original = module.save_checkpoint
 

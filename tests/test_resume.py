@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import build
-from runs import EACH, FOLDER, SCRIPTS, TINY, TOKENIZER, arguments, data, needs_peft, save, tiny, without_speed
+from runs import EACH, FOLDER, SCRIPTS, TINY, TOKENIZER, arguments, data, needs_peft, read, save, tiny, without_speed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
@@ -55,7 +55,6 @@ def model_folder(name):
 
 
 def flags_of(name, out, **changes):
-    """The arguments of a run."""
     script, special = RUNS[name]
     flags = dict(steps=STEPS, save_every=1, max_new_tokens=4, out=str(out)) | special
     if "model" in flags:
@@ -74,7 +73,6 @@ def start(name, out, **changes):
 
 
 def whole(name):
-    """The folder of a run that was not interrupted."""
     count_events(name)
     return Path(FOLDER.name) / f"whole-{name}"
 
@@ -82,7 +80,7 @@ def whole(name):
 def results(out):
     """The bytes of the files of a finished run, and its metrics."""
     files = {path.name: path.read_bytes() for path in (out / "samples.jsonl", *(out / "model").iterdir())}
-    return files | {"metrics": without_speed(map(json.loads, open(out / "metrics.jsonl")))}
+    return files | {"metrics": without_speed(read(out / "metrics.jsonl"))}
 
 
 def other_files(out):
@@ -147,7 +145,6 @@ def start_process(name, out, die_at=None, sleep=0.0, **changes):
 
 
 def kill(name, out, die_at, **changes):
-    """A run that dies at this event."""
     process, _ = start_process(name, out, die_at, **changes)
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
@@ -185,7 +182,6 @@ def test_resume_after_kill_while_writing_is_bitwise_equal(die_at, tmp_path):
 # --- Checkpoints
 
 def newest(out):
-    """The folder of the only checkpoint."""
     folder, = [file.parent for file in Path(out).glob("resume-*/run.json")]
     return folder
 

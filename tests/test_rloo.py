@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from models import build, logp
-from runs import FOLDER, ROOT, TINY, TOKENIZER, arguments, data, distance, save, tiny, weights_of, without_speed
+from runs import FOLDER, ROOT, TINY, TOKENIZER, arguments, data, distance, read, save, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
 from torch import tensor
 from transformers import (
@@ -47,11 +47,6 @@ def vowels(text):
 def write(path, rows):
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
     return str(path)
-
-
-def read(path):
-    with open(path) as file:
-        return [json.loads(line) for line in file]
 
 
 FILE = write(Path(FOLDER.name) / "rewards_of_test_rloo.py", [REWARDS])
@@ -174,7 +169,6 @@ def classifier(path, outputs=1, **changes):
 
 
 def scores_of(path, texts):
-    """One forward per text."""
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     return [model(tensor([TOKENIZER(text, add_special_tokens=False).input_ids])).logits.item() for text in texts]
 

@@ -24,7 +24,6 @@ README = (ROOT / "README.md").read_text()
 # --- The text of the scripts
 
 def definitions(script):
-    """Name -> lines of each function and class."""
     lines = TEXTS[script].splitlines()
     nodes = [node for node in ast.parse(TEXTS[script]).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     return {node.name: lines[node.lineno - 1:node.end_lineno] for node in nodes}

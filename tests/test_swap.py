@@ -37,7 +37,6 @@ def copy_of(model):
 
 # --- Swap
 
-
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "glm4-moe-buffer"])
 @pytest.mark.parametrize("raises", [False, True])
 def test_swap_is_bitwise_equal_in_and_out(name, raises):
@@ -70,7 +69,6 @@ def test_parameters_stay_the_same_objects():
     with swap:
         assert all(p is before[name] for name, p in policy.named_parameters())
         assert policy.lm_head.weight is policy.model.embed_tokens.weight
-    assert sum(t.numel() for t in swap.state_dict().values()) == sum(p.numel() for p in policy.parameters())
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -159,7 +157,6 @@ def test_state_of_another_shape_is_refused():
 
 
 # --- log_ratios and check_agreement
-
 
 PROMPT, ONE, TWO = (5, 9), (60, 12, 7, 90, 41), (8,)
 PAIR = [(PROMPT, [ONE, TWO])]
