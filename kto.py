@@ -142,7 +142,7 @@ def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, args: Args) -> torch
 
 
 def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The loss and other values of every row, (B,), each with a mask (B,): the rows that it is a mean of."""
+    """The loss and other values of every row, (B,), and a mask (B,) of the rows that count."""
     desirable = batch.is_desirable
     everything = torch.ones_like(desirable)
     is_tie = batch.ratio.abs() < 1e-4  # up to rounding
@@ -193,7 +193,7 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
 
 @torch.no_grad()
 def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
-    """z of equation 7, a scalar: the mean over the whole batch, then clamped."""
+    """z of equation 7, a scalar: the mean over the whole batch, clamped."""
     others = with_others(rows)
     total = torch.zeros((), device=policy.device)
     for indices, counts in micro_batches(policy, groups(others), args.tokens_per_forward, *processes()):
@@ -645,7 +645,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
     if trains_all:
         model.float()
     enable_shared_prompts(model)
-    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward, args.max_length) > 0.85
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward) > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():

@@ -99,7 +99,7 @@ class ReferenceCache(Mapping):
                 pass
         model = load_model()
         try:
-            self.score_missing(model, missing, tokens_per_forward, path=path)
+            self.score(model, missing, tokens_per_forward, path=path)
         finally:
             del model
             gc.collect()
@@ -108,23 +108,19 @@ class ReferenceCache(Mapping):
 
     def missing(self, groups: Groups) -> Groups:
         """What is not scored yet, all completions of a prompt together and each once."""
-        missing: dict[tuple, dict] = {}  # prompt -> completions, in their order
+        missing: dict[tuple, dict] = {}  # prompt -> completions
         for prompt, completions in groups:
             scored = self.table.get(bytes_of(prompt), ())
             unknown = [y for y in completions if bytes_of(y) not in scored]
             missing.setdefault(prompt, {}).update(dict.fromkeys(unknown))
         return [(prompt, list(unknown)) for prompt, unknown in missing.items() if unknown]
 
-    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0):
-        """Scores what is missing with `model`."""
-        self.score_missing(model, self.missing(groups), tokens_per_forward, temperature)
-
     @torch.no_grad()
-    def score_missing(self, model, missing: Groups, tokens_per_forward: int, temperature=1.0, path=None):
-        """Scores what missing() returned. Saves to `path` about every minute, at the end, and on an exception."""
+    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
+        """Scores all of these. Saves to `path` about every minute, at the end, and on an exception."""
         budget = tokens_per_forward if enable_shared_prompts(model) else 0  # 0: one row per completion
         todo = []
-        for prompt, completions in missing:
+        for prompt, completions in groups:
             for part in pack(list(map(len, completions)), budget - len(prompt)):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
@@ -272,7 +268,7 @@ class Swap:
             mine.copy_(theirs, non_blocking=True)
             theirs.copy_(before, non_blocking=True)  # the GPU copies in this order
         if torch.cuda.is_available():
-            torch.cuda.synchronize()  # else the CPU would read incomplete copies
+            torch.cuda.synchronize()  # the CPU reads them next
 
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
@@ -318,7 +314,7 @@ def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384, temp
         return reference
     scored = ReferenceCache()
     with reference as model:
-        scored.score(model, groups, tokens_per_forward, temperature)
+        scored.score(model, scored.missing(groups), tokens_per_forward, temperature)
     return scored
 
 
@@ -699,12 +695,11 @@ def has_shared_prompts(model) -> bool:
     return unwrap_model(model).config._attn_implementation == SHARED
 
 
-def memory_share(model, tokens_per_forward: int, max_length: int) -> float:
-    """Prints the GPU memory of a training step, from that of one forward. Returns it as a share of the GPU's."""
+def memory_share(model, tokens_per_forward: int) -> float:
+    """Prints the GPU memory of a step, from that of one forward. Returns it as a share of the GPU's."""
     weights = torch.cuda.memory_allocated()
-    prompt = (1,) * min(1000, max_length - 1)
-    logprobs = completion_logprobs(model, [(prompt, [(1,)])])  # noqa: F841  keeps what a backward pass needs
-    activations = (torch.cuda.memory_allocated() - weights) * tokens_per_forward / len(prompt)
+    logprobs = completion_logprobs(model, [((1,) * 200, [(1,)])])  # noqa: F841  keeps what a backward pass needs
+    activations = (torch.cuda.memory_allocated() - weights) / 200 * tokens_per_forward
     trained = sum(local(weight).nbytes for weight in model.parameters() if weight.requires_grad)
     *parts, size = (n / 1e9 for n in (weights, 3 * trained, activations, torch.cuda.mem_get_info()[1]))
     print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts), f"of {size:.1f} on the GPU")

@@ -796,7 +796,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
     if trains_all:
         model.float()
     enable_shared_prompts(model)
-    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward, args.max_length) > 0.85
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward) > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():

@@ -28,7 +28,7 @@ import refcache  # of the same checkout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-PHASES = ("load_model", "score_missing", "rollout", "score_reference", "run_batch")  # functions that are measured
+PHASES = ("load_model", "score", "rollout", "score_reference", "run_batch")  # functions that are measured
 
 
 @dataclass

@@ -81,7 +81,7 @@ def test_prompt_of_several_groups_is_encoded_once():
     model = make("llama")
     sizes = []
     model.model.embed_tokens.register_forward_hook(lambda _, args, out: sizes.append(args[0].numel()))
-    ReferenceCache().score(model, [(P, [(7,)]), (Q, [(7,)]), (P, [(8,), (7,)]), (P, [(7,)])])
+    ReferenceCache().fill(lambda: model, [(P, [(7,)]), (Q, [(7,)]), (P, [(8,), (7,)]), (P, [(7,)])])
     assert sizes[-1] == len(P) + 2 + len(Q) + 1
 
 
@@ -90,7 +90,7 @@ def test_prompt_of_several_groups_is_encoded_once():
 def test_tokens_per_forward_bounds_a_pass(name, budget, mean):
     model = make(name)
     sizes = forward_sizes(model)
-    ReferenceCache().score(model, [(Q, [(i, 5, 2) for i in range(40)]), *GROUPS], tokens_per_forward=budget)
+    ReferenceCache().fill(lambda: model, [(Q, [(i, 5, 2) for i in range(40)]), *GROUPS], budget)
     assert max(sizes) <= budget
     assert sum(sizes) / len(sizes) > mean
 

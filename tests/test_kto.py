@@ -84,7 +84,7 @@ def test_z_is_the_mean_over_the_whole_batch():
     draw = np.random.default_rng(0).integers
     rows = [Row(tuple(draw(3, 97, 3 + i % 4)), (5, 2), True, tuple(draw(3, 97, 2 + i % 5)), {}) for i in range(12)]
     known = ReferenceCache()
-    known.score(reference, kto.other_groups(rows))
+    known.score(reference, kto.groups(kto.with_others(rows)))
     with torch.no_grad():
         ratios = [(logp(policy, r.prompt, r.other) - logp(reference, r.prompt, r.other)).sum().item() for r in rows]
     order = np.argsort(ratios)

@@ -249,7 +249,7 @@ def test_resume_inside_a_window_scores_all_of_it(tmp_path, monkeypatch):
 # --- Which command resumes a run
 
 @pytest.mark.parametrize("name, changes", [
-    ("dpo", dict(tokens_per_forward=100, gradient_checkpointing="on", save_every=7, model_every=1)),
+    ("dpo", dict(tokens_per_forward=100, gradient_checkpointing="on", save_every=7)),
     ("rloo", dict(rollout_tokens=50, tokens_per_forward=100))], ids=["dpo", "rloo"])
 def test_flags_of_memory_and_files_may_change(name, changes, tmp_path):
     history = without_speed(start(name, copy_of(name, tmp_path), **changes))
@@ -272,7 +272,7 @@ def test_flags_of_evaluation_may_change(tmp_path):
 def test_every_other_flag_is_part_of_a_run(script):
     """A new flag must not be forgotten: it changes the result, or it is named here."""
     args = arguments(script)
-    may_change = {"out", "ref_cache", "save_every", "model_every", "eval_every", "samples", "tokens_per_forward",
+    may_change = {"out", "ref_cache", "save_every", "eval_every", "samples", "tokens_per_forward",
                   "rollout_tokens", "gradient_checkpointing"}
     assert vars(args).keys() < SCRIPTS[script].describe_run([], [], [], args).keys()
     assert may_change == set(SCRIPTS[script].MAY_CHANGE)

@@ -59,11 +59,11 @@ def test_simulation_counts_what_a_hand_counts(found):
 def test_every_script_runs_on_the_simulated_gpu(found):
     phases = found["phases"]
     assert all((script, phase) in phases for script in ("dpo", "kto", "rloo") for phase in ("load_model", "step"))
-    assert ("kto", "score_missing") in phases and ("rloo", "rollout") in phases
+    assert ("kto", "score") in phases and ("rloo", "rollout") in phases
 
 
 @pytest.mark.parametrize("script, phase, most", [
-    ("dpo", "run_batch", 1), ("dpo", "score_missing", 1), ("dpo", "step", 5), ("kto", "score_missing", 1),
+    ("dpo", "run_batch", 1), ("dpo", "score", 1), ("dpo", "step", 5), ("kto", "score", 1),
     ("kto", "run_batch", 2), ("kto", "step", 3), ("rloo", "score_reference", 2), ("rloo", "run_batch", 2),
     ("rloo", "rollout", 16)])
 def test_waits_for_the_gpu(script, phase, most, found):
@@ -75,7 +75,7 @@ def test_no_kernel_per_row(found):
     phases = found["phases"]
     small, large = found["pairs"]
     assert large >= small + 10
-    (few, _), (many, _) = phases["dpo", "score_missing"]
+    (few, _), (many, _) = phases["dpo", "score"]
     assert many == few
     (few, _), (many, _) = phases["dpo", "run_batch"]
     assert many - few <= 6 * (large - small)  # the sums over each answer's tokens
