@@ -68,7 +68,7 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
-MAY_CHANGE = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
+MAY_CHANGE = ("out ref_cache save_every eval_every samples tokens_per_forward rollout_tokens "
               "gradient_checkpointing").split()  # when a run is resumed
 NO_REFERENCE = {"simpo", "sft"}
 Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "apo_zero", "simpo", "sft"]
@@ -117,7 +117,6 @@ class Args:
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
     save_every: int = 50  # steps between checkpoints; 0: none
-    model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
@@ -189,7 +188,7 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
-    columns: dict  # of the file
+    columns: dict  # of the file, for --score
 
 
 def groups(rows: list[Row]) -> list:
@@ -244,13 +243,12 @@ def main(args: Args) -> list[dict]:
         args = replace(args, ref="none")
     args = resolve(args)
     out = Path(args.out)
-    lock = lock_folder(out, args)
+    lock = lock_folder(out)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
     print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out. The first, | before each trained token:")
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].chosen), sep="|")
-    train_rows = [row._replace(columns={}) for row in train_rows]  # texts would take as much memory as tokens
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
     run = describe_run(train_rows, eval_rows, [args.score], args)
@@ -291,7 +289,7 @@ def main(args: Args) -> list[dict]:
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
+        torch.manual_seed(args.seed + step)  # for a resumed run
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         first = step - (step - 1) % window
         if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
@@ -325,8 +323,6 @@ def main(args: Args) -> list[dict]:
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
         append(out / "metrics.jsonl", [values])
-        if args.model_every and step % args.model_every == 0:
-            save_model(policy, tokenizer, out / f"model-{step}")
         if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
@@ -334,7 +330,11 @@ def main(args: Args) -> list[dict]:
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} pairs; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
-    return report(out)
+    history = report(out)
+    before, after = (history[i].get("eval_nll/chosen", 0.0) for i in (0, -1))
+    if after > before + 1:
+        print(f"Chosen answers are less likely, {before:.1f} → {after:.1f} nats per token: lower --lr, raise --beta")
+    return history
 
 
 # ---- Answers to held-out prompts: the same in dpo.py and kto.py ------
@@ -347,7 +347,8 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         return {}
     answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines = [{"step": step, "prompt": row.columns["prompt"], "completion": text} for row, text in zip(rows, texts)]
+    prompts = tokenizer.batch_decode([row.prompt for row in rows])
+    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, texts)]
     means = {}
     if args.score:
         columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
@@ -356,7 +357,7 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
         lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
-        means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
+        means["eval_score"] = float(np.nanmean(np.array(scores, float)))  # without None
     append(out / "samples.jsonl", lines)
     return means
 
@@ -388,7 +389,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     answers_of = itemgetter("chosen", "rejected")
     for _, (chosen, rejected), begins, columns in encode(tokenizer, source, answers_of, args):
         begin = min(begins)  # one prompt for both
-        rows.append(Row(chosen[:begin], chosen[begin:], rejected[begin:], columns))
+        rows.append(Row(chosen[:begin], chosen[begin:], rejected[begin:], columns if args.score else {}))
     return rows
 
 
@@ -604,7 +605,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
     if trains_all:
         model.float()
     enable_shared_prompts(model)
-    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward, args.max_length) > 0.85
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward) > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():
@@ -719,7 +720,7 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def lock_folder(out: Path, args) -> FileLock:
+def lock_folder(out: Path) -> FileLock:
     """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
@@ -768,8 +769,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
-    if processes()[0] == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed save
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
@@ -809,12 +809,12 @@ def append(path: Path, lines: list[dict]):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints three held-out answers and all held-out metrics, before and after. Returns the lines of metrics.jsonl."""
+    """Prints held-out answers and metrics, before and after. Returns the lines of metrics.jsonl."""
     history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
     before, after = history[0], history[-1]
     held_out = [sample for sample in samples if sample.get("held_out", True)]
     answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
-    print("Held-out prompts, each with its answer before and after:")
+    print("held out: prompt, answer before, answer after")
     for first, last in list(zip(*answers))[:3]:
         for text in (first["prompt"], first["completion"], last["completion"]):
             print(repr(text)[:shutil.get_terminal_size().columns])
@@ -822,9 +822,6 @@ def report(out: Path) -> list[dict]:
     for name in after:
         if name.startswith("eval_"):
             print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
-    change = after.get("eval_nll/chosen", 0.0) - before.get("eval_nll/chosen", 0.0)
-    if change > 1:
-        print(f"Chosen answers became less likely, by {change:.1f} nats per token: lower --lr or raise --beta.")
     return history
 
 

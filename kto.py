@@ -9,7 +9,7 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen
 
 z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws it in each batch;
-here each row keeps one, so that its reference log-probs can be cached. A killed run resumes if its command is repeated.
+here each row keeps one, so that its reference log-probs can be cached.
 
 Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `prompt, chosen, rejected`, which give one
           row of each kind; strings or chat messages:
@@ -68,7 +68,7 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
-MAY_CHANGE = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
+MAY_CHANGE = ("out ref_cache save_every eval_every samples tokens_per_forward rollout_tokens "
               "gradient_checkpointing").split()  # when a run is resumed
 
 
@@ -96,8 +96,8 @@ class Args:
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired: no z
     beta: float = 0.1  # strength of the KL penalty
-    desirable_weight: float = 1.0  # λ_D, the weight of desirable rows
-    undesirable_weight: float = 1.0  # λ_U, that of undesirable rows
+    desirable_weight: float = 1.0  # λ_D
+    undesirable_weight: float = 1.0  # λ_U
 
     epochs: float = 1.0  # passes over the data
     steps: int | None = None  # optimizer steps; None: from epochs; 0: only fill the cache
@@ -114,7 +114,6 @@ class Args:
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
     save_every: int = 50  # steps between checkpoints; 0: none
-    model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
@@ -143,7 +142,7 @@ def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, args: Args) -> torch
 
 
 def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The loss and other values of every row, (B,), each with a mask (B,): the rows that it is a mean of."""
+    """The loss and other values of every row, (B,), and a mask (B,) of the rows that count."""
     desirable = batch.is_desirable
     everything = torch.ones_like(desirable)
     is_tie = batch.ratio.abs() < 1e-4  # up to rounding
@@ -166,8 +165,8 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     completion: tuple[int, ...]
     is_desirable: bool
-    other: tuple[int, ...]  # y', of another prompt; () if the loss needs none
-    columns: dict  # of the file
+    other: tuple[int, ...]  # y'; () if the loss needs none
+    columns: dict  # of the file, for --score
 
 
 def groups(rows: list[Row]) -> list:
@@ -175,9 +174,9 @@ def groups(rows: list[Row]) -> list:
     return [(row.prompt, [row.completion]) for row in rows]
 
 
-def other_groups(rows: list[Row]) -> list:
-    """The same with y' instead of y."""
-    return [(row.prompt, [row.other]) for row in rows if row.other]
+def with_others(rows: list[Row]) -> list[Row]:
+    """The rows with y' instead of y."""
+    return [row._replace(completion=row.other) for row in rows if row.other]
 
 
 def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
@@ -194,14 +193,12 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
 
 @torch.no_grad()
 def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
-    """z of equation 7, a scalar: the mean over the whole batch, then clamped."""
-    others = other_groups(rows)
+    """z of equation 7, a scalar: the mean over the whole batch, clamped."""
+    others = with_others(rows)
     total = torch.zeros((), device=policy.device)
-    for indices, counts in micro_batches(policy, others, args.tokens_per_forward, *processes()):
-        micro = [others[i] for i in indices]
-        logps = completion_logprobs(policy, micro)
-        ratios = log_ratios(logps, micro, ref_logps, args.humanline)
-        total += sum_tokens(ratios).sum() * counts
+    for indices, counts in micro_batches(policy, groups(others), args.tokens_per_forward, *processes()):
+        batch = measure(policy, [others[i] for i in indices], ref_logps, args)
+        total += batch.ratio.sum() * counts
     mean = all_reduce(total) / max(1, len(others))
     return mean.clamp(min=0)
 
@@ -231,8 +228,7 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
     """Mean metrics of held-out rows."""
     if not rows:
         return {}
-    needed = groups(rows) + other_groups(rows)
-    ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward)
+    ref_logps = reference_logprobs(reference, groups(rows + with_others(rows)), args.tokens_per_forward)
     means = run_batch(policy, rows, ref_logps, args, train=False)
     return {f"eval_{name}": value for name, value in means.items()}
 
@@ -245,7 +241,7 @@ def main(args: Args) -> list[dict]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = resolve(args)
     out = Path(args.out)
-    lock = lock_folder(out, args)
+    lock = lock_folder(out)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
@@ -255,7 +251,6 @@ def main(args: Args) -> list[dict]:
         eval_rows = draw_others(eval_rows, train_rows, args)
         train_rows = draw_others(train_rows, train_rows, args)
     print_balance(train_rows, args)
-    train_rows = [row._replace(columns={}) for row in train_rows]  # texts would take as much memory as tokens
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
     run = describe_run(train_rows, eval_rows, [args.score], args)
@@ -267,9 +262,9 @@ def main(args: Args) -> list[dict]:
         rows = train_rows
         if 0 < steps * batch_size < len(train_rows):  # the run needs fewer
             rows = batch_rows(1, train_rows, batch_size, args.seed, n_steps=steps)
-        needed = groups(rows + eval_rows) + other_groups(rows + eval_rows)
-        scored = reference.fill(lambda: load_model(args.ref_model, device, args), needed, args.tokens_per_forward,
-                                path)  # frees the reference model
+        rows = rows + eval_rows + with_others(rows + eval_rows)
+        scored = reference.fill(lambda: load_model(args.ref_model, device, args), groups(rows),
+                                args.tokens_per_forward, path)  # frees the reference model
         print(f"reference: {scored} completions scored, all are in {path}")
     if steps == 0:
         return []
@@ -296,14 +291,14 @@ def main(args: Args) -> list[dict]:
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
+        torch.manual_seed(args.seed + step)  # for a resumed run
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         first = step - (step - 1) % window
         if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
             n_steps = min(window, steps + 1 - first)
             rows_ahead = batch_rows(first, train_rows, batch_size, args.seed, n_steps)
-            needed = groups(rows_ahead) + other_groups(rows_ahead)
-            ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward)
+            rows_ahead += with_others(rows_ahead)
+            ref_logps = reference_logprobs(reference, groups(rows_ahead), args.tokens_per_forward)
         values = {"step": step}
         values |= run_batch(policy, rows, ref_logps, args, train=True)  # loss.backward() is in it
         if step == 1 and args.ref_model == args.model:
@@ -331,8 +326,6 @@ def main(args: Args) -> list[dict]:
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
         append(out / "metrics.jsonl", [values])
-        if args.model_every and step % args.model_every == 0:
-            save_model(policy, tokenizer, out / f"model-{step}")
         if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
@@ -340,7 +333,11 @@ def main(args: Args) -> list[dict]:
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} rows; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
-    return report(out)
+    history = report(out)
+    before, after = (history[i].get("eval_nll/chosen", 0.0) for i in (0, -1))
+    if after > before + 1:
+        print(f"Chosen answers are less likely, {before:.1f} → {after:.1f} nats per token: lower --lr, raise --beta")
+    return history
 
 
 # ---- Answers to held-out prompts: the same in dpo.py and kto.py ------
@@ -353,7 +350,8 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         return {}
     answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines = [{"step": step, "prompt": row.columns["prompt"], "completion": text} for row, text in zip(rows, texts)]
+    prompts = tokenizer.batch_decode([row.prompt for row in rows])
+    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, texts)]
     means = {}
     if args.score:
         columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
@@ -362,7 +360,7 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
         lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
-        means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
+        means["eval_score"] = float(np.nanmean(np.array(scores, float)))  # without None
     append(out / "samples.jsonl", lines)
     return means
 
@@ -386,7 +384,8 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
 
 # ---- Rows of the data ------------------------------------------------
 
-COLUMNS = 'prompt, completion, label, or prompt, chosen, rejected, as strings or lists of {"role", "content"}'
+COLUMNS = 'prompt, completion, label (true or false, 1 or 0), or prompt, chosen, rejected, as strings or messages'
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
@@ -395,7 +394,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     for _, sequences, begins, columns in encode(tokenizer, source, answers_of, args):
         labels = [True, False] if len(sequences) == 2 else [is_desirable(columns)]
         for ids, begin, label in zip(sequences, begins, labels):
-            rows.append(Row(ids[:begin], ids[begin:], label, (), columns))
+            rows.append(Row(ids[:begin], ids[begin:], label, (), columns if args.score else {}))
     return rows
 
 
@@ -407,15 +406,11 @@ def answers_of(row: dict) -> list:
 
 
 def is_desirable(row: dict) -> bool:
-    label = str(row["label"]).lower()
-    if label not in ("true", "1", "1.0", "false", "0", "0.0"):
-        raise ValueError(f"a label is true or false, 1 or 0, not {label}")
-    return label in ("true", "1", "1.0")
+    return LABELS[str(row["label"]).lower()]
 
 
 def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
-    """The rows with y', an answer to another prompt: in a random order of `sources` the first at or after their own
-    place. Drawn once."""
+    """The rows with y', an answer of `sources` to another prompt, drawn once."""
     order = generator(args.seed, "others").permutation(len(sources)).tolist()
     drawn = []
     n_cut = 0
@@ -423,7 +418,7 @@ def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
         candidates = (sources[order[(i + n) % len(order)]] for n in range(len(order)))
         other = next((source.completion for source in candidates if source.prompt != row.prompt), ())
         if not other:
-            raise BadInput("all rows have one prompt, and z needs another: use --loss apo_zero_unpaired")
+            raise BadInput("all rows have one prompt: use --loss apo_zero_unpaired")
         drawn.append(row._replace(other=other[:args.max_length - len(row.prompt)]))
         n_cut += drawn[-1].other != other
     print(f"{n_cut} of {len(rows)} y' are cut to --max_length")
@@ -431,12 +426,11 @@ def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
 
 
 def print_balance(rows: list[Row], args: Args):
-    n_d = sum(row.is_desirable for row in rows)
-    n_u = len(rows) - n_d
-    if not n_d or not n_u:
-        raise BadInput(f"{args.data}: all rows have the same label, but KTO needs both")
-    ratio = args.desirable_weight * n_d / (args.undesirable_weight * n_u)
-    print(f"{n_d} rows are desirable, {n_u} not: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
+    n_desirable = sum(row.is_desirable for row in rows)
+    if n_desirable in (0, len(rows)):
+        raise BadInput(f"{args.data}: all rows have the same label")
+    ratio = args.desirable_weight * n_desirable / (args.undesirable_weight * (len(rows) - n_desirable))
+    print(f"{n_desirable} of {len(rows)} rows are desirable: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
 
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
@@ -651,7 +645,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
     if trains_all:
         model.float()
     enable_shared_prompts(model)
-    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward, args.max_length) > 0.85
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward) > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():
@@ -766,7 +760,7 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def lock_folder(out: Path, args) -> FileLock:
+def lock_folder(out: Path) -> FileLock:
     """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
@@ -815,8 +809,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
-    if processes()[0] == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed save
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
@@ -856,12 +849,12 @@ def append(path: Path, lines: list[dict]):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints three held-out answers and all held-out metrics, before and after. Returns the lines of metrics.jsonl."""
+    """Prints held-out answers and metrics, before and after. Returns the lines of metrics.jsonl."""
     history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
     before, after = history[0], history[-1]
     held_out = [sample for sample in samples if sample.get("held_out", True)]
     answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
-    print("Held-out prompts, each with its answer before and after:")
+    print("held out: prompt, answer before, answer after")
     for first, last in list(zip(*answers))[:3]:
         for text in (first["prompt"], first["completion"], last["completion"]):
             print(repr(text)[:shutil.get_terminal_size().columns])
@@ -869,9 +862,6 @@ def report(out: Path) -> list[dict]:
     for name in after:
         if name.startswith("eval_"):
             print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
-    change = after.get("eval_nll/chosen", 0.0) - before.get("eval_nll/chosen", 0.0)
-    if change > 1:
-        print(f"Chosen answers became less likely, by {change:.1f} nats per token: lower --lr or raise --beta.")
     return history
 
 

@@ -8,14 +8,14 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     python rloo.py  # the demo
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful
 
-A prompt is encoded once for its k samples. A killed run resumes if its command is repeated.
+A prompt is encoded once for its k samples.
 
 Data      rows `prompt`, a string or chat messages, and any columns for the reward:
           {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
           A reward is a function(prompts, completions, **columns) -> a float or None per completion.
 Shapes    B prompts per step, k samples each, T tokens in the longest: rewards and advantages are (B, k); log-probs of
           tokens are (B, k, T), 0 after the end of a sample. b: prompts in a micro-batch.
-Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function |
+Metrics   reward, reward_std: over all samples, before KL | rewards/NAME: of one function |
           frac_reward_zero_std: fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
           per token | completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss |
           clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token |
@@ -71,7 +71,7 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
-MAY_CHANGE = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
+MAY_CHANGE = ("out ref_cache save_every eval_every samples tokens_per_forward rollout_tokens "
               "gradient_checkpointing").split()  # when a run is resumed
 
 
@@ -89,7 +89,6 @@ class Args:
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed
     reward_model: str | None = None  # classifier with one output: folder or hub name
     reward_weights: tuple[float, ...] = ()  # of the functions, then the model; empty: 1 each
-    reward_clip: tuple[float, float] | None = None  # range of the total reward, before KL
 
     ref: Literal["swap", "live"] = "swap"  # see README
     ref_model: str | None = None  # None: the policy before training
@@ -124,7 +123,6 @@ class Args:
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
     save_every: int = 50  # steps between checkpoints; 0: none
-    model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
 
 
@@ -258,7 +256,7 @@ def main(args: Args) -> list[dict]:
         raise BadInput("--k must be at least 2")
     args = resolve(args, new_tokens=args.max_new_tokens)
     out = Path(args.out)
-    lock = lock_folder(out, args)
+    lock = lock_folder(out)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
@@ -289,24 +287,20 @@ def main(args: Args) -> list[dict]:
         barrier()  # the first process has written
         return report(out)
 
-    equal_steps = 0  # in a row
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
+        torch.manual_seed(args.seed + step)  # for a resumed run
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
         rewards, reward_means = compute_rewards(samples, rows, functions)
         values = {"step": step, **metrics(samples, rewards), **reward_means}
         log_samples(out, step, False, samples, rows, rewards)
-        equal_steps = equal_steps + 1 if values["frac_reward_zero_std"] == 1 else 0
-        if equal_steps == 10:
-            progress.write("In ten steps all samples of each prompt had equal rewards: nothing is learned.")
+        if step == 10 and values["frac_reward_zero_std"] == 1:
+            progress.write("All samples of each prompt have equal rewards: nothing is learned.")
         if step == 1 and not samples.ended.any():
             stops = tokenizer.convert_ids_to_tokens(stop_tokens(policy, tokenizer))
-            progress.write(f"No sample ended: does the chat template end turns with one of {stops}?")
-        if args.reward_clip:
-            rewards = rewards.clamp(*args.reward_clip)
+            progress.write(f"No sample ends: does the template end turns with one of {stops}?")
         if args.mask_truncated:
             rewards = torch.where(samples.ended, rewards, math.nan)
 
@@ -346,8 +340,6 @@ def main(args: Args) -> list[dict]:
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
         append(out / "metrics.jsonl", [values])
-        if args.model_every and step % args.model_every == 0:
-            save_model(policy, tokenizer, out / f"model-{step}")
         if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
@@ -368,21 +360,19 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     u = torch.from_numpy(generator(args.seed, "rollout", step).random(shape))
     core = unwrap_model(policy)
     stops = stop_tokens(core, tokenizer)
-
-    def batches(budget):
-        if not has_shared_prompts(policy):
-            return [[i] for i in range(len(prompts))]  # padding could change samples
-        return pack([len(prompt) + args.max_new_tokens for prompt in prompts], budget, [k] * len(prompts))
+    lengths = [len(prompt) + args.max_new_tokens for prompt in prompts]
+    budget = args.rollout_tokens if has_shared_prompts(policy) else 0  # 0: one by one, padding could change samples
+    batches = divide_batches(partial(pack, lengths, rows=[k] * len(prompts)), budget, *processes())
 
     tokens = torch.zeros(shape, dtype=torch.long, device=core.device)
     logps = torch.zeros(shape, device=core.device)
     entropy = torch.zeros(shape[:2], device=core.device)
     with unsharded(policy):
-        parts = divide_batches(batches, args.rollout_tokens, *processes())
-        for batch in progress_bar(parts, desc="sample", unit="batch"):
+        for batch in progress_bar(batches, desc="sample", unit="batch"):
             if batch:
                 drawn = decode(core, [prompts[i] for i in batch], u[batch].to(core.device), stops, args)
-                tokens[batch], logps[batch], entropy[batch] = drawn
+                places = to_device(torch.tensor(batch), core.device)  # without waiting for the GPU
+                tokens[places], logps[places], entropy[places] = drawn
     tokens, logps, entropy = (all_reduce(tensor).cpu() for tensor in (tokens, logps, entropy))
     mask = tokens >= 0
     T = mask.sum(dim=2).max()
@@ -433,11 +423,11 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
         out = core(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
                    logits_to_keep=1)
         cache.batch_repeat_interleave(k)
-        logits = out.logits[:, -1].repeat_interleave(k, 0)
+        out.logits = out.logits.repeat_interleave(k, 0)
         mask = mask.repeat_interleave(k, 0)
     else:
         out = core(input_ids=ids.repeat_interleave(k, 0), use_cache=True)
-        logits = out.logits[:, -1]
+    logits = out.logits[:, -1]
     positions = positions[:, -1:].repeat_interleave(k, 0)
     cache = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
 
@@ -475,7 +465,7 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.
     probs = logps.exp()
     entropy = -(probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
-    token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
+    token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)
     return token[:, 0], logps.gather(-1, token)[:, 0], entropy
 
@@ -512,9 +502,8 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     means = {}
     for name, function, weight in functions:
         values = function(**deepcopy(inputs)) if repeated else []  # a function may change its arguments
-        if values is None or len(values) != len(repeated):
-            raise BadInput(f"{name} gave {values} for {len(repeated)} completions: is a return missing?")
-        values = [math.nan if value is None else float(value) for value in values]
+        pairs = zip(values, repeated, strict=True)
+        values = [math.nan if value is None else float(value) for value, _ in pairs]
         values = torch.tensor([value for part in all_gather(values) for value in part])  # (B · k,)
         if values.isinf().any():
             raise BadInput(f"{name} gave an infinite reward: None would leave a completion out")
@@ -807,7 +796,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
     if trains_all:
         model.float()
     enable_shared_prompts(model)
-    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward, args.max_length) > 0.85
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward) > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():
@@ -922,7 +911,7 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def lock_folder(out: Path, args) -> FileLock:
+def lock_folder(out: Path) -> FileLock:
     """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
@@ -971,8 +960,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
-    if processes()[0] == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed save
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
@@ -1012,12 +1000,12 @@ def append(path: Path, lines: list[dict]):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints three held-out answers and all held-out metrics, before and after. Returns the lines of metrics.jsonl."""
+    """Prints held-out answers and metrics, before and after. Returns the lines of metrics.jsonl."""
     history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
     before, after = history[0], history[-1]
     held_out = [sample for sample in samples if sample.get("held_out", True)]
     answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
-    print("Held-out prompts, each with its answer before and after:")
+    print("held out: prompt, answer before, answer after")
     for first, last in list(zip(*answers))[:3]:
         for text in (first["prompt"], first["completion"], last["completion"]):
             print(repr(text)[:shutil.get_terminal_size().columns])
@@ -1025,9 +1013,6 @@ def report(out: Path) -> list[dict]:
     for name in after:
         if name.startswith("eval_"):
             print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
-    change = after.get("eval_nll/chosen", 0.0) - before.get("eval_nll/chosen", 0.0)
-    if change > 1:
-        print(f"Chosen answers became less likely, by {change:.1f} nats per token: lower --lr or raise --beta.")
     return history
 
 

@@ -212,6 +212,7 @@ def pretend(gpu: FakeGPU):
     """What torch asks of CUDA outside of operators, until this process ends."""
     stream = MagicMock()  # or event
     stream.return_value.synchronize.side_effect = lambda: gpu.wait("event")
+    stream.return_value.record_event.return_value = stream()
     answers = dict(
         is_available=True, device_count=1, current_device=0, is_bf16_supported=True, get_device_capability=(9, 0),
         get_device_properties=SimpleNamespace(total_memory=gpu.size, name="simulated"), current_stream=stream(),

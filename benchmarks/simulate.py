@@ -28,7 +28,7 @@ import refcache  # of the same checkout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-PHASES = ("load_model", "score_missing", "rollout", "score_reference", "run_batch")  # functions that are measured
+PHASES = ("load_model", "score", "rollout", "score_reference", "run_batch")  # functions that are measured
 
 
 @dataclass
@@ -203,7 +203,7 @@ def main(args: Args, flags: list[str]):
     report(args, ["--ref", "swap"])
     report(replace(args, tokens=2000), ["--ref", "swap"])
     report(replace(args, what="kto"), [])
-    report(replace(args, what="rloo", tokens=300), ["--k", "2", "--max_new_tokens", "4"])
+    report(replace(args, what="rloo", tokens=300), ["--k", "2", "--max_new_tokens", "2"])
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that fork come first: training in bfloat16 starts threads, with which a fork may hang."""
-    items.sort(key=lambda item: item.path.name not in ("test_processes.py", "test_resume.py"))
+    """Tests that fork come first: threads of bfloat16 may hang a fork; a GPU is simulated only before any backward."""
+    first = ["test_simulate.py", "test_processes.py", "test_resume.py"]
+    items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
 def remembered(function, folder_at):

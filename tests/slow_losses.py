@@ -19,7 +19,7 @@ def model_with_many_ends():
     return save(model, "many ends")
 
 
-# ---- Pairs -----------------------------------------------------------
+# --- Pairs
 
 def dpo_loss(margin):
     return log1p(torch.exp(-margin))
@@ -112,7 +112,7 @@ def aot(loss, reference):
     return slow_loss
 
 
-# ---- Samples ---------------------------------------------------------
+# --- Samples
 
 def clipped(r, advantage, low=0.2, high=0.2):
     return torch.min(r * advantage, r.clamp(1 - low, 1 + high) * advantage)

@@ -44,7 +44,6 @@ def load(tmp_path):
 
 @pytest.fixture
 def texts(load):
-    """Prompt and answers of a single row, as text."""
     def texts(row, tokenizer=TOKENIZER, **flags):
         loaded, = load([row], tokenizer, **flags)
         return decode(loaded, tokenizer)
@@ -81,8 +80,7 @@ def byte_level(front=(), back=(), **tokens):
     return PreTrainedTokenizerFast(tokenizer_object=backend, **dict(bos_token="<s>", eos_token="</s>") | tokens)
 
 
-# ---- Rendering -------------------------------------------------------
-
+# --- Rendering
 
 def test_chats_end_as_their_template_ends_them(load):
     for row, source in zip(load(CHATS), CHATS, strict=True):
@@ -155,11 +153,9 @@ def test_strings_beside_a_template_are_reported(load, capsys):
     assert "--as_chat" not in capsys.readouterr().out
 
 
-# ---- The boundary between prompt and answer --------------------------
-
+# --- The boundary between prompt and answer
 
 def test_token_across_the_boundary_moves_to_the_answers(load):
-    """No token is lost."""
     row, = load([dict(prompt="The tea wa", chosen="s warm.", rejected="s bad.")])
     for answer, text in ((row.chosen, "The tea was warm."), (row.rejected, "The tea was bad.")):
         assert row.prompt + answer == tuple(TOKENIZER(text + END, add_special_tokens=False).input_ids)
@@ -233,13 +229,12 @@ def test_a_chat_gets_no_bos_beyond_its_template(texts, beginning):
 
 
 def test_many_rows_are_tokenized_as_alone(load):
-    numbers = range(4000)
+    numbers = range(1500)
     rows = load([dict(prompt=f"The tea {n}", chosen=f" was {n}.", rejected=f" is {n}.") for n in numbers])
     assert [decode(row) for row in rows] == [[f"The tea {n}", f" was {n}.{END}", f" is {n}.{END}"] for n in numbers]
 
 
-# ---- Rows that are left out ------------------------------------------
-
+# --- Rows that are left out
 
 def test_long_rows_are_dropped_and_a_length_is_named(load, capsys):
     rows = [dict(TEXT, prompt=" tea" * n) for n in (*range(1, 20), 500)]
@@ -278,8 +273,7 @@ def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
         assert ("; 1 with answers that repeat the prompt" in capsys.readouterr().out) == is_repeated
 
 
-# ---- Rows that are refused -------------------------------------------
-
+# --- Rows that are refused
 
 @pytest.mark.parametrize("bad, words", [
     ({"prompt": "x", "chosen": "y"}, "expected.*found.*prompt"), (dict(TEXT, chosen=5), "expected.*5"),
@@ -334,7 +328,7 @@ def test_rows_of_a_pair_do_not_depend_on_each_other(load):
     assert rows[2].prompt != rows[3].prompt and load([spanning])[0].prompt == rows[3].prompt
 
 
-# ---- Files -----------------------------------------------------------
+# --- Files
 
 ROWS = [dict(prompt=f"The tea, {n}", chosen=' was "warm",\r\nvery.', rejected=" was bad.", id="0070") for n in range(3)]
 

@@ -97,7 +97,7 @@ def test_undefined_loss_is_refused_before_loading(loss, eps):
         module.main(module.Args(model="no folder", data="no file", loss=("sigmoid", loss), label_smoothing=eps))
 
 
-# ---- Metrics ---------------------------------------------------------
+# --- Metrics
 
 def test_metrics_by_hand():
     values = metrics(PAIRS._replace(ratio_w=tensor([2.0, 0.0]), ratio_l=tensor([-1.0, 0.0])), Args(beta=BETA))
@@ -130,7 +130,7 @@ def test_simpo_alone_has_rewards_per_token(loss, chosen, rejected):
     assert accuracies.tolist() == ([0.0, 1.0] if loss == ("simpo",) else [1.0, 1.0])
 
 
-# ---- From tokens to the batch ----------------------------------------
+# --- From tokens to the batch
 
 ROWS = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), {}),
         Row((8, 3), (77, 2), (21, 4, 96, 5, 2), {}),
@@ -147,7 +147,6 @@ def policy():
 
 @pytest.fixture(scope="module")
 def known():
-    """The log-probs of another model."""
     known = ReferenceCache()
     known.score(make("llama", 2), dpo.groups(ROWS))
     return known

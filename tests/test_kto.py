@@ -18,7 +18,7 @@ def sg(x):
     return 1 / (1 + exp(-x))
 
 
-# ---- The loss --------------------------------------------------------
+# --- The loss
 
 BATCH = Batch(logp=tensor([-9.0, -8.0]), ratio=tensor([1.5, -0.5]), is_desirable=tensor([True, False]),
               length=tensor([5.0, 4.0]))
@@ -51,7 +51,7 @@ def test_metrics_by_hand():
         assert found == pytest.approx(expected[name]), name
 
 
-# ---- Answers to other prompts, and z ---------------------------------
+# --- Answers to other prompts, and z
 
 @pytest.mark.parametrize("n_prompts", [2, 3, 40])
 def test_others_answer_other_prompts(n_prompts):
@@ -80,12 +80,11 @@ def test_answers_to_other_prompts_are_cut(capsys):
 
 
 def test_z_is_the_mean_over_the_whole_batch():
-    """One forward per sequence."""
     policy, reference = make("llama", 1), make("llama", 2)
     draw = np.random.default_rng(0).integers
     rows = [Row(tuple(draw(3, 97, 3 + i % 4)), (5, 2), True, tuple(draw(3, 97, 2 + i % 5)), {}) for i in range(12)]
     known = ReferenceCache()
-    known.score(reference, kto.other_groups(rows))
+    known.score(reference, kto.groups(kto.with_others(rows)))
     with torch.no_grad():
         ratios = [(logp(policy, r.prompt, r.other) - logp(reference, r.prompt, r.other)).sum().item() for r in rows]
     order = np.argsort(ratios)
@@ -98,7 +97,7 @@ def test_z_is_the_mean_over_the_whole_batch():
             assert z.item() == pytest.approx(expected, abs=1e-3) and not z.requires_grad
 
 
-# ---- Training --------------------------------------------------------
+# --- Training
 
 def test_batch_of_one_kind(run):
     values = run("kto", batch_size=1).history[1]
@@ -106,7 +105,6 @@ def test_batch_of_one_kind(run):
 
 
 def labelled(tmp_path, labels):
-    """A file of rows with these labels."""
     lines = (ROOT / "demo/feedback.jsonl").read_text().splitlines()
     rows = [json.loads(line) | {"label": label} for line, label in zip(lines, labels)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -126,7 +124,7 @@ def test_the_ratio_of_the_weights_is_printed(tmp_path, capsys):
     assert "5 rows are desirable, 15 not" in printed and "0.50" in printed
 
 
-# ---- What is refused -------------------------------------------------
+# --- What is refused
 
 @pytest.mark.parametrize("labels, words", [
     ([True] * 9, "same label"), ([False] * 9, "same label"), ([True, False, "maybe"], "maybe"),

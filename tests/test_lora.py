@@ -35,7 +35,6 @@ def held_by(swap):
 
 
 def with_peft(folder, base=None):
-    """What peft itself makes of a saved adapter."""
     return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base or tiny()), folder).eval()
 
 
@@ -43,8 +42,7 @@ def difference(one, two):
     return (logits(one) - logits(two)).abs().max().item()
 
 
-# ---- The reference ---------------------------------------------------
-
+# --- The reference
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_reference_of_a_new_adapter_is_the_bare_model(checkpointing):
@@ -85,8 +83,7 @@ def test_sft_adapter_trains_and_is_saved(config, tmp_path):
     assert difference(load(tmp_path / "model"), policy) < 1e-5, "a later run can start from it"
 
 
-# ---- What trains and what is saved -----------------------------------
-
+# --- What trains and what is saved
 
 def test_a_saved_adapter_finds_its_base_from_any_folder(run, monkeypatch):
     """A relative path of the base would mean another folder elsewhere."""
@@ -142,8 +139,7 @@ def test_adapter_on_tied_embeddings(run, target):
     assert equal(resumed, one.weights)
 
 
-# ---- Bases in bfloat16 -----------------------------------------------
-
+# --- Bases in bfloat16
 
 def halved():
     return AutoModelForCausalLM.from_pretrained(tiny()).bfloat16()
@@ -178,8 +174,7 @@ def test_float32_adapter_on_a_bfloat16_base_is_exact(config):
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
-# ---- What is refused -------------------------------------------------
-
+# --- What is refused
 
 def test_an_adapter_that_lacks_a_weight_is_refused(run):
     """It would be random."""
@@ -199,7 +194,6 @@ def test_adapter_on_an_adapter_is_refused(script):
 
 
 def other_kind(name, **config):
-    """The folder of an adapter that is more than a change of weights."""
     folder = f"{FOLDER.name}/{name}"
     model = AutoModelForCausalLM.from_pretrained(tiny())
     peft.get_peft_model(model, peft.get_peft_config(dict(task_type="CAUSAL_LM", **config))).save_pretrained(folder)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import build
-from runs import EACH, FOLDER, SCRIPTS, TINY, TOKENIZER, arguments, data, needs_peft, save, tiny, without_speed
+from runs import EACH, FOLDER, SCRIPTS, TINY, TOKENIZER, arguments, data, needs_peft, read, save, tiny, without_speed
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
@@ -55,7 +55,6 @@ def model_folder(name):
 
 
 def flags_of(name, out, **changes):
-    """The arguments of a run."""
     script, special = RUNS[name]
     flags = dict(steps=STEPS, save_every=1, max_new_tokens=4, out=str(out)) | special
     if "model" in flags:
@@ -73,18 +72,15 @@ def start(name, out, **changes):
     return SCRIPTS[RUNS[name][0]].main(flags_of(name, out, **changes))
 
 
-@cache
 def whole(name):
-    """The folder of a run that was not interrupted."""
-    out = Path(FOLDER.name) / f"whole-{name}"
-    finish(name, out)
-    return out
+    count_events(name)
+    return Path(FOLDER.name) / f"whole-{name}"
 
 
 def results(out):
     """The bytes of the files of a finished run, and its metrics."""
     files = {path.name: path.read_bytes() for path in (out / "samples.jsonl", *(out / "model").iterdir())}
-    return files | {"metrics": without_speed(map(json.loads, open(out / "metrics.jsonl")))}
+    return files | {"metrics": without_speed(read(out / "metrics.jsonl"))}
 
 
 def other_files(out):
@@ -101,7 +97,7 @@ def assert_same_as_whole(name, out):
     assert other_files(out) == other_files(whole(name))
 
 
-# ---- Processes that kill themselves ----------------------------------
+# --- Processes that kill themselves
 
 def live(args, script, die_at, sleep, report):
     """Runs a script. Counts what changes a file or a weight, and kills itself before event number `die_at`, or before
@@ -138,14 +134,17 @@ def start_process(name, out, die_at=None, sleep=0.0, **changes):
     assert torch.get_num_threads() == 1 and not torch.cuda.is_available(), "set OMP_NUM_THREADS=1"
     context = multiprocessing.get_context("fork")
     end, report = context.Pipe()
-    inputs = (flags_of(name, out, **changes), RUNS[name][0], die_at, sleep, report)
+    args = flags_of(name, out, **changes)
+    script = RUNS[name][0]
+    if args.dtype != "bfloat16":
+        SCRIPTS[script].load_model(args.model, "cpu", args, trains=True)  # conftest.py remembers: forks inherit that
+    inputs = (args, script, die_at, sleep, report)
     process = context.Process(target=live, args=inputs)
     process.start()
     return process, end
 
 
 def kill(name, out, die_at, **changes):
-    """A run that dies at this event."""
     process, _ = start_process(name, out, die_at, **changes)
     process.join(120)
     assert process.exitcode == -signal.SIGKILL
@@ -161,7 +160,7 @@ def finish(name, out):
 
 @cache
 def count_events(name):
-    return finish(name, Path(FOLDER.name) / f"events-{name}")
+    return finish(name, Path(FOLDER.name) / f"whole-{name}")
 
 
 @pytest.mark.parametrize("name", [
@@ -180,10 +179,9 @@ def test_resume_after_kill_while_writing_is_bitwise_equal(die_at, tmp_path):
     assert_same_as_whole("dpo-swap", tmp_path)
 
 
-# ---- Checkpoints -----------------------------------------------------
+# --- Checkpoints
 
 def newest(out):
-    """The folder of the only checkpoint."""
     folder, = [file.parent for file in Path(out).glob("resume-*/run.json")]
     return folder
 
@@ -248,10 +246,10 @@ def test_resume_inside_a_window_scores_all_of_it(tmp_path, monkeypatch):
     assert scored[0] == STEPS * 3
 
 
-# ---- Which command resumes a run -------------------------------------
+# --- Which command resumes a run
 
 @pytest.mark.parametrize("name, changes", [
-    ("dpo", dict(tokens_per_forward=100, gradient_checkpointing="on", save_every=7, model_every=1)),
+    ("dpo", dict(tokens_per_forward=100, gradient_checkpointing="on", save_every=7)),
     ("rloo", dict(rollout_tokens=50, tokens_per_forward=100))], ids=["dpo", "rloo"])
 def test_flags_of_memory_and_files_may_change(name, changes, tmp_path):
     history = without_speed(start(name, copy_of(name, tmp_path), **changes))
@@ -274,7 +272,7 @@ def test_flags_of_evaluation_may_change(tmp_path):
 def test_every_other_flag_is_part_of_a_run(script):
     """A new flag must not be forgotten: it changes the result, or it is named here."""
     args = arguments(script)
-    may_change = {"out", "ref_cache", "save_every", "model_every", "eval_every", "samples", "tokens_per_forward",
+    may_change = {"out", "ref_cache", "save_every", "eval_every", "samples", "tokens_per_forward",
                   "rollout_tokens", "gradient_checkpointing"}
     assert vars(args).keys() < SCRIPTS[script].describe_run([], [], [], args).keys()
     assert may_change == set(SCRIPTS[script].MAY_CHANGE)

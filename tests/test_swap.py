@@ -10,8 +10,7 @@ from torch import tensor
 from torch.distributed.tensor import DTensor
 
 import refcache
-from refcache import (
-    BadInput, Swap, check_agreement, full_tensor, log_ratios, shard)
+from refcache import BadInput, Swap, check_agreement, full_tensor, log_ratios, shard
 
 IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
 
@@ -37,7 +36,6 @@ def copy_of(model):
 
 
 # --- Swap
-
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "glm4-moe-buffer"])
 @pytest.mark.parametrize("raises", [False, True])
@@ -71,7 +69,6 @@ def test_parameters_stay_the_same_objects():
     with swap:
         assert all(p is before[name] for name, p in policy.named_parameters())
         assert policy.lm_head.weight is policy.model.embed_tokens.weight
-    assert sum(t.numel() for t in swap.state_dict().values()) == sum(p.numel() for p in policy.parameters())
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -159,11 +156,7 @@ def test_state_of_another_shape_is_refused():
         swap.load_state_dict(swap.state_dict() | {"lm_head.weight": torch.zeros(1, 32)})  # it would broadcast
 
 
-# --- reference_logprobs
-
-
 # --- log_ratios and check_agreement
-
 
 PROMPT, ONE, TWO = (5, 9), (60, 12, 7, 90, 41), (8,)
 PAIR = [(PROMPT, [ONE, TWO])]
