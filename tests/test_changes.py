@@ -46,9 +46,13 @@ def apply(patch, text):
     return "".join(lines)
 
 
-@cache
 def changed(name, script=None):
-    script = SCRIPTS[script or SCRIPT_OF[name]]
+    return patched(name, script or SCRIPT_OF[name])
+
+
+@cache
+def patched(name, script):
+    script = SCRIPTS[script]
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = script.__file__
     exec(compile(apply(PATCHES[name], (ROOT / f"{script.__name__}.py").read_text()), name, "exec"), vars(module))
@@ -122,11 +126,13 @@ def run(name, script=None, **flags):
 # ---- All three scripts -----------------------------------------------
 
 @EACH_SCRIPT
-def test_compile_covers_norms_and_mlps(script):
-    args = changed("compile", script).Args(dtype="float32", compile=True)
+def test_compile_covers_norms_and_mlps(monkeypatch, script):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, dynamic: compiled.append(type(self).__name__))
     for trains in (True, False):
-        model = changed("compile", script).load_model(tiny(), "cpu", args, trains)
-        assert {type(m).__name__ for m in model.modules() if m._compiled_call_impl} == {"LlamaRMSNorm", "LlamaMLP"}
+        args = changed("compile", script).Args(dtype="float32", compile=trains)
+        changed("compile", script).load_model(tiny(), "cpu", args, trains)
+    assert sorted(compiled) == ["LlamaMLP"] + 3 * ["LlamaRMSNorm"]
 
 
 @pytest.mark.slow
@@ -141,7 +147,7 @@ def test_compiled_runs_equal_others(script, flags):
 @pytest.mark.parametrize("script", ["dpo", "rloo"])
 def test_load_in_4bit_trains_what_the_dequantized_model_would(script):
     bitsandbytes, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
-    with pytest.raises(BadInput, match="--lora_r"):
+    with pytest.raises(BadInput, match="adapter"):
         run("load_in_4bit", script, load_in_4bit=True)
     history, args = run("load_in_4bit", script, load_in_4bit=True, lora_r=4, lr=2e-2)
     assert history[1].get("logratio", history[1].get("kl")) == pytest.approx(0, abs=1e-6)
@@ -216,7 +222,7 @@ def test_iterative_dpo(monkeypatch):
 
     monkeypatch.setattr(module, "generate", spy)
     losses = watch(monkeypatch, "iterative_dpo", slow_loss)
-    flags = dict(model=model_with_many_ends(), max_new_tokens=6, sync_reference=2)
+    flags = dict(model=model_with_many_ends(), max_new_tokens=6, ref="swap", sync_reference=2)
     _, args = run("iterative_dpo", beta=0.3, score=spec, **flags)
     assert [abs(loss - log(2)) < 1e-5 for loss, _ in losses] == [True, False, True] and len(drawn) == 2
     rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args())
