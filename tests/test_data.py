@@ -350,7 +350,7 @@ def write_as(path, rows):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "lines.json", "a.csv", "a.parquet"])
 def test_every_format_gives_the_same_rows(load, tmp_path, name):
-    loaded = load(write_as(tmp_path / name, ROWS))
+    loaded = load(write_as(tmp_path / name, ROWS), score="FILE:FUNCTION")
     assert [row[:3] for row in loaded] == [row[:3] for row in load(ROWS)]
     assert [row.columns for row in loaded] == ROWS
     if name != "a.csv":
@@ -388,3 +388,11 @@ def test_hub_datasets_are_loaded_by_name_and_split(load, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert len(load(Path("some/dataset"))) == len(load(Path("some/dataset:test"))) == len(CHATS)
     assert asked == [("some/dataset", "train"), ("some/dataset", "test")]
+
+
+def test_rows_are_small(load):
+    """One object per id, and the file's columns only for --score."""
+    first, second = load(CHATS[:2])
+    numbers = {id(number): number for row in (first, second) for ids in row[:3] for number in ids}
+    assert len(numbers) == len(set(numbers.values())) and first.columns == {}
+    assert load(CHATS[:1], score="FILE:FUNCTION")[0].columns["chosen"] == CHOSEN

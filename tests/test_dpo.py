@@ -1,5 +1,6 @@
 """dpo.py from end to end, and what kto.py has in common with it: files, reference, samples, what is refused."""
 import gc
+import json
 import math
 import weakref
 from copy import deepcopy
@@ -63,7 +64,7 @@ def test_files_of_a_finished_run(run):
     assert ["eval_loss" in values for values in first.history] == [True, False, True, True]
     samples = read(first.out / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0, 0, 2, 2, 3, 3]
-    prompts = [row.columns["prompt"] for row in rows_of(first.args)[1][:2]]
+    prompts = [TOKENIZER.decode(row.prompt) for row in rows_of(first.args)[1][:2]]
     assert [sample["prompt"] for sample in samples] == prompts * 3
     assert AutoModelForCausalLM.from_pretrained(first.model).config._attn_implementation == "sdpa"
     assert AutoTokenizer.from_pretrained(first.model).chat_template == TOKENIZER.chat_template
@@ -99,6 +100,26 @@ def test_losses_and_their_weights_reach_the_run(run):
     """At the reference ipo is 1 / (2 β)², and sigmoid ln 2."""
     first = run(steps=1, loss=("ipo", "sigmoid"), loss_weights=(0.5, 1.0)).history[1]
     assert first["loss"] == pytest.approx(0.5 * 25 + math.log(2), abs=1e-3)
+
+
+def test_a_destroyed_model_is_seen_at_the_end(capsys):
+    """Answers before and after, and a sentence where the chosen ones became less likely."""
+    for lr, is_destroyed in ((1.0, True), (1e-4, False)):
+        args = arguments(samples=2, max_new_tokens=4, lr=lr)
+        history = dpo.main(args)
+        shown = capsys.readouterr().out
+        lines = read(f"{args.out}/samples.jsonl")
+        for line in lines:
+            assert repr(line["prompt"])[:40] in shown and repr(line["completion"])[:40] in shown
+        before, after = (history[i]["eval_nll/chosen"] for i in (0, -1))
+        assert (f"less likely, {before:.1f} → {after:.1f}" in shown) == (after > before + 1) == is_destroyed
+
+
+def test_args_json_has_flags_versions_and_digests(run):
+    done = run()
+    written = json.loads((done.out / "args.json").read_text())
+    assert written["lr"] == done.args.lr and written["torch"] == torch.__version__ and "out" in written
+    assert written["weights"] == {tiny(): checkpoint_digest(tiny())} and "dpo.py" in written
 
 
 @pytest.mark.parametrize("save_every, steps", [(0, [3]), (2, [2, 3])])

@@ -121,13 +121,13 @@ def test_the_ratio_of_the_weights_is_printed(tmp_path, capsys):
     data = labelled(tmp_path, [True] * 5 + [False] * 15)
     kto.main(arguments("kto", data=data, desirable_weight=3.0, undesirable_weight=2.0, steps=0))
     printed = capsys.readouterr().out
-    assert "5 rows are desirable, 15 not" in printed and "0.50" in printed
+    assert "5 of 20 rows are desirable" in printed and "0.50" in printed
 
 
 # --- What is refused
 
 @pytest.mark.parametrize("labels, words", [
-    ([True] * 9, "same label"), ([False] * 9, "same label"), ([True, False, "maybe"], "maybe"),
+    ([True] * 9, "same label"), ([False] * 9, "same label"), ([True, False, "maybe"], "label .true or false"),
     ([True, False, 2], "label")])
 def test_labels_that_kto_cannot_use_are_refused(tmp_path, labels, words):
     with pytest.raises(BadInput, match=words):

@@ -336,3 +336,9 @@ def test_only_the_ends_of_a_generation_config_count(rolled):
     for _, ys in stopped.steps[0].groups:
         assert all(token not in ends for y in ys for token in y[:-1])
         assert all(len(y) == 6 or y[-1] in ends for y in ys)
+
+
+def test_rewards_that_are_equal_and_samples_that_never_end_are_said(capsys):
+    main(arguments("rloo", **FLAGS | dict(model=tiny(1), reward=(f"{FILE}:constant",), steps=10, max_new_tokens=1)))
+    printed = "".join(capsys.readouterr())
+    assert "equal rewards: nothing is learned" in printed and "No sample ends" in printed
