@@ -698,8 +698,8 @@ def has_shared_prompts(model) -> bool:
 def memory_share(model, tokens_per_forward: int) -> float:
     """Prints the GPU memory of a step, from that of one forward. Returns it as a share of the GPU's."""
     weights = torch.cuda.memory_allocated()
-    logprobs = completion_logprobs(model, [((1,) * 200, [(1,)])])  # noqa: F841  keeps what a backward pass needs
-    activations = (torch.cuda.memory_allocated() - weights) / 200 * tokens_per_forward
+    logprobs = completion_logprobs(model, [((1,) * 64, [(1,)])])  # noqa: F841  keeps what a backward pass needs
+    activations = (torch.cuda.memory_allocated() - weights) / 64 * tokens_per_forward
     trained = sum(local(weight).nbytes for weight in model.parameters() if weight.requires_grad)
     *parts, size = (n / 1e9 for n in (weights, 3 * trained, activations, torch.cuda.mem_get_info()[1]))
     print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts), f"of {size:.1f} on the GPU")
