@@ -120,7 +120,6 @@ def test_ties_are_judged_on_log_ratios_whatever_beta_is(difference, accuracy):
     (("simpo",), [0.2 * 2 / 8, 0.2 * -1.5 / 10], [0.2 * -1 / 6, 0.2 * 0.5 / 14]),
     (("simpo", "sft"), [0.4, -0.3], [-0.2, 0.1]), (("ipo",), [0.4, -0.3], [-0.2, 0.1])])
 def test_simpo_alone_has_rewards_per_token(loss, chosen, rejected):
-    """Its reward is per token, as in its paper and in TRL."""
     values = metrics(PAIRS, dpo.replace(ARGS, loss=loss))
     assert values["rewards/chosen"].tolist() == pytest.approx(chosen)
     assert values["rewards/rejected"].tolist() == pytest.approx(rejected)

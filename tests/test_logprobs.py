@@ -27,10 +27,10 @@ def assert_close(one, two):
         assert (a - b).abs().max() < 1e-5 * b.abs().max().clamp(min=1)
 
 
-def assert_exact(model, groups=GROUPS, temperature=1.0):
+def assert_exact(model, temperature=1.0):
     enable_shared_prompts(model)  # first: it also returns Gemma-2 to the softcap that sdpa drops in transformers 5.17
-    truth = values_and_gradients(slow, model, groups, temperature=temperature)
-    assert_close(values_and_gradients(completion_logprobs, model, groups, temperature=temperature), truth)
+    truth = values_and_gradients(slow, model, GROUPS, temperature=temperature)
+    assert_close(values_and_gradients(completion_logprobs, model, GROUPS, temperature=temperature), truth)
 
 
 def in_micro_batches(model, groups, budget):
