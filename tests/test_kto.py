@@ -132,8 +132,3 @@ def test_the_ratio_of_the_weights_is_printed(tmp_path, capsys):
 def test_labels_that_kto_cannot_use_are_refused(tmp_path, labels, words):
     with pytest.raises(BadInput, match=words):
         kto.main(arguments("kto", data=labelled(tmp_path, labels)))
-
-
-def test_humanline_needs_a_reference_that_moves():
-    with pytest.raises(BadInput, match="--ref swap"):
-        kto.main(arguments("kto", humanline=(-1.0, 1.5)))

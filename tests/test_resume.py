@@ -288,36 +288,26 @@ def test_folder_of_another_run_is_refused(name, changes, tmp_path):
     assert before == {path: path.read_bytes() for path in out.glob("*.jsonl")}
 
 
-def own_copies(folder, name):
-    """Flags that name files and models in this folder, and of each file: what is edited in it, and in which words the
-    change is refused."""
-    train, held_out = map(Path, data(RUNS[name][0]))
-    files = {flag: Path(shutil.copy(file, folder)) for flag, file in (("data", train), ("eval_data", held_out))}
-    function = folder / "function.py"
-    function.write_text("def rate(completions, **columns):\n    return [float(len(str(y))) for y in completions]\n")
-    models = {flag: shutil.copytree(tiny(), folder / flag) for flag in ("model", "ref_model")}
-    flags = {name: str(path) for name, path in {**files, **models}.items()}
-    flags |= dict(reward=(f"{function}:rate",)) if name == "rloo" else dict(score=f"{function}:rate")
-    edits = {}
-    for file in files.values():
-        first, second, *others = file.read_text().splitlines(True)
-        edits[file] = "".join([second, first, *others])
-    edits |= {function: function.read_text().replace("return", "return 2 *")}
-    words = dict(zip(edits, ("other rows", "held-out rows", "functions")))
-    for model in models.values():
-        edits[model / "model.safetensors"] = Path(tiny(1), "model.safetensors").read_bytes()
-        words[model / "model.safetensors"] = "weights"
-    return flags, edits, words
-
-
 @pytest.mark.parametrize("name", [pytest.param("kto-lora", marks=needs_peft), "rloo"])
 def test_resume_refuses_other_rows_weights_and_functions(name, tmp_path):
-    flags, edits, words = own_copies(tmp_path, name)
+    files = [Path(shutil.copy(file, tmp_path)) for file in data(RUNS[name][0])]
+    models = [shutil.copytree(tiny(), tmp_path / flag) for flag in ("model", "ref_model")]
+    function = tmp_path / "function.py"
+    function.write_text("def rate(completions, **columns):\n    return [float(len(str(y))) for y in completions]\n")
+    flags = dict(zip(("data", "eval_data", "model", "ref_model"), map(str, files + models)))
+    flags |= dict(reward=(f"{function}:rate",)) if name == "rloo" else dict(score=f"{function}:rate")
     kill(name, tmp_path / "out", "append 5", **flags)
-    for file, edited in edits.items():
+    edits = []
+    for file, words in zip(files, ("other rows", "held-out rows")):
+        first, second, *others = file.read_bytes().splitlines(True)
+        edits.append((file, b"".join([second, first, *others]), words))
+    edits.append((function, function.read_bytes().replace(b"return", b"return 2 *"), "functions"))
+    for model in models:
+        edits.append((model / "model.safetensors", Path(tiny(1), "model.safetensors").read_bytes(), "weights"))
+    for file, edited, words in edits:
         before = file.read_bytes()
-        file.write_bytes(edited if isinstance(edited, bytes) else edited.encode())
-        with pytest.raises(BadInput, match=f"{words[file]}.*--out"):
+        file.write_bytes(edited)
+        with pytest.raises(BadInput, match=f"{words}.*--out"):
             start(name, tmp_path / "out", **flags)
         gc.collect()  # frees the lock, which the traceback holds
         file.write_bytes(before)
