@@ -203,7 +203,7 @@ def test_broken_template_is_refused(load, template):
 
 
 @pytest.mark.parametrize("beginning, tokenizer", [
-    ("", byte_level()), ("", byte_level(back=["</s>"])), ("<s>", byte_level(["<s>"])),
+    ("", byte_level()), ("", byte_level(back=["</s>"])),
     ("<s><en>", byte_level(["<s>", "<en>"], ["</s>"])), ("", ByT5Tokenizer())])
 def test_text_gets_one_bos_and_one_eos(texts, beginning, tokenizer):
     if tokenizer.is_fast:  # its file may ask for these
@@ -268,7 +268,7 @@ def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
 # --- Rows that are refused
 
 @pytest.mark.parametrize("bad, words", [
-    ({"prompt": "x", "chosen": "y"}, "expected.*found.*prompt"), (dict(TEXT, chosen=5), "expected.*5"),
+    (dict(TEXT, chosen=5), "expected.*5"),
     (dict(TEXT, chosen=said("a")[0]), "expected"),
     (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"),
     (dict(chat(), prompt=[]), "expected"), ("7", "expected.*7"), ('{"prompt": ', ""),

@@ -251,21 +251,17 @@ class Killed(Exception):
 
 
 def run_until(step, main, args):
-    module = sys.modules[main.__module__]
-    original = module.save_checkpoint
+    original = sys.modules[main.__module__].save_checkpoint
 
     def save_checkpoint(out, saved, *more):
         original(out, saved, *more)
         if saved == step:
             raise Killed
 
-    module.save_checkpoint = save_checkpoint
     try:
-        main(args)
+        run_with("save_checkpoint", save_checkpoint, main, args)
     except Killed:
         return step
-    finally:
-        module.save_checkpoint = original
 
 
 @pytest.mark.parametrize("processes", [(2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
