@@ -305,8 +305,8 @@ def test_labels(load):
     labels = [True, 1, 1.0, "1", "true", "True", False, 0, 0.0, "0", "false", "False"]
     rows = load([dict(row, label=label) for label in labels], script=kto)
     assert [row.is_desirable for row in rows] == [True] * 6 + [False] * 6
-    for bad in (row, dict(row, label=0.5), dict(row, label="good"), dict(row, label=None)):
-        with pytest.raises(BadInput, match="rows.jsonl.*label"):
+    for bad in (row, dict(row, label=2), dict(row, label="good"), dict(row, label=None)):
+        with pytest.raises(BadInput, match="rows.jsonl.*label .true or false"):
             load([bad], script=kto)
 
 

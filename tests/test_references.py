@@ -15,7 +15,6 @@ import kto
 from refcache import BadInput, Swap, reference_logprobs
 
 NARROW = (-0.03, 0.05)  # bounds of humanline that a few steps reach
-ADAPTER = pytest.param(LORA, marks=needs_peft)
 
 
 @pytest.mark.parametrize("script, lora", [
@@ -30,7 +29,7 @@ def test_cached_swapped_and_live_runs_are_equal(run, script, lora):
         assert not (other.out / "reference_logprobs.pkl").exists()
 
 
-@pytest.mark.parametrize("lora", [{}, ADAPTER])
+@pytest.mark.parametrize("lora", [{}, pytest.param(LORA, marks=needs_peft)])
 def test_swapped_and_live_runs_of_rloo_are_equal(run, lora):
     swapped = run("rloo", **lora)
     assert same(run("rloo", ref="live", **lora), swapped)
@@ -100,7 +99,6 @@ def slow_run(script, args, begin):
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=0.0)
 
     def ratio(x, y):
-        """The sum of clamped log-ratios."""
         return (logp(policy, x, y) - logp(reference, x, y).detach()).clamp(low, high).sum()
 
     def dpo_loss(batch):
