@@ -131,11 +131,6 @@ def logprobs(model):
     return {key: known[key].tolist() for key in known}
 
 
-def logits(model):
-    with torch.no_grad():
-        return model(torch.tensor([[5, 9, 33, 60, 12, 7, 90, 41]])).logits
-
-
 def load(folder=None, script=dpo, trains=False, **flags):
     """A model as the scripts load it: the policy if it trains, else a reference."""
     return script.load_model(folder or tiny(), "cpu", script.Args(**dict(dtype="float32") | flags), trains=trains)

@@ -79,10 +79,9 @@ def test_unwritable_path_is_refused_before_scoring(tmp_path):
 
 def test_prompt_of_several_groups_is_encoded_once():
     model = make("llama")
-    sizes = []
-    model.model.embed_tokens.register_forward_hook(lambda _, args, out: sizes.append(args[0].numel()))
+    sizes = forward_sizes(model)
     ReferenceCache().fill(lambda: model, [(P, [(7,)]), (Q, [(7,)]), (P, [(8,), (7,)]), (P, [(7,)])])
-    assert sizes[-1] == len(P) + 2 + len(Q) + 1
+    assert sizes == [len(P) + 2 + len(Q) + 1]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
@@ -209,7 +208,7 @@ def forged(table: bytes, **header):
 
 GOOD = {b"1234": {b"5678": b"\0\0\0\0"}}
 HOSTILE = {
-    "text": b"not a pickle", "nested JSON": b"[" * 100_000 + b"]" * 100_000 + b"\n", "a pickle": pickle.dumps(GOOD, 4),
+    "text": b"not a pickle", "nested JSON": b"[" * 100_000 + b"]" * 100_000 + b"\n",
     "control characters": forged(pickle.dumps(GOOD, 4), reference="\x1b[2J\r\n\u202e" + "x" * 10**6),
     "no bytes of a completion": forged(pickle.dumps({b"1234": b"5678"}, 4)),
     "lengths differ": forged(pickle.dumps({b"1234": {b"5678": b"\0" * 8}}, 4)),
@@ -217,7 +216,7 @@ HOSTILE = {
     "half a prompt token": forged(pickle.dumps({b"123456": {b"5678": b"\0" * 4}}, 4)),
     "NaN": forged(pickle.dumps({b"1234": {b"5678": b"\xff\xff\xff\xff"}}, 4)),
     "a dict as a key": forged(b"\x80\x04}}}s."), "bytes of 4 GiB": forged(b"\x80\x04B" + b"\xff" * 4 + b"x."),
-    "memo of 2^32": forged(b"\x80\x04}r" + b"\xff" * 4 + b"."), "global": forged(b"cos\nsystem\n(S'true'\ntR.")}
+    "memo of 2^32": forged(b"\x80\x04}r" + b"\xff" * 4 + b".")}
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)

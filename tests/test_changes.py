@@ -15,8 +15,7 @@ import pytest
 import torch
 import tyro
 from models import GROUPS, flat, gradient, logp, values_and_gradients
-from runs import EACH as EACH_SCRIPT
-from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
+from runs import EACH, ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
 from slow_losses import (
     FORMULAS, alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, ppo, rpo,
     tokens_of, weighted, wpo)
@@ -30,7 +29,7 @@ from refcache import BadInput, completion_logprobs
 PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
 SCRIPT_OF = {name: re.search(r"^--- (\w+)\.py$", patch, re.M)[1] for name, patch in PATCHES.items()}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
-EACH = pytest.mark.parametrize("name", PATCHES)
+EACH_PATCH = pytest.mark.parametrize("name", PATCHES)
 FOR_EACH_SCRIPT = {"compile", "load_in_4bit"}
 
 
@@ -64,7 +63,7 @@ def patched(name, script):
 
 # --- The patches as files
 
-@EACH
+@EACH_PATCH
 @pytest.mark.skipif(not shutil.which("patch"), reason="needs patch(1)")
 def test_patch_applies(name, tmp_path):
     patch, out = ROOT / f"changes/{name}.patch", tmp_path / "out"
@@ -75,7 +74,7 @@ def test_patch_applies(name, tmp_path):
         assert out.read_text() == apply(PATCHES[name], script.read_text())
 
 
-@EACH
+@EACH_PATCH
 def test_patch_and_table_agree(name):
     header, _, diff = PATCHES[name].partition("--- ")
     assert header.count("\n") == 3 and max(map(len, header.splitlines())) <= 120
@@ -124,7 +123,7 @@ def run(name, script=None, **flags):
 
 # --- All three scripts
 
-@EACH_SCRIPT
+@EACH
 def test_compile_covers_norms_and_mlps(monkeypatch, script):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, dynamic: compiled.append(type(self).__name__))
@@ -135,8 +134,8 @@ def test_compile_covers_norms_and_mlps(monkeypatch, script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [{}, dict(lora_r=4, lr=2e-2, gradient_checkpointing="on")], ids=str)
-@EACH_SCRIPT
+@pytest.mark.parametrize("script, flags", [
+    ("dpo", {}), ("kto", dict(lora_r=4, lr=2e-2, gradient_checkpointing="on")), ("rloo", {})], ids=str)
 def test_compiled_runs_equal_others(script, flags):
     plain, compiled = (run("compile", script, compile=compile, **flags)[0] for compile in (False, True))
     for one, other in zip(without_speed(plain), without_speed(compiled), strict=True):

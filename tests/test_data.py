@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from runs import ROOT, TOKENIZER
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import dpo
 import kto
@@ -60,12 +60,6 @@ def said(text, role="assistant"):
 
 def chat(prompt="q", chosen="a", rejected="b"):
     return dict(prompt=said(prompt, "user"), chosen=said(chosen), rejected=said(rejected))
-
-
-def variant(template):
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "demo/model")
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def byte_level(front=(), back=(), **tokens):
@@ -119,14 +113,14 @@ def test_whole_conversations(load):
 def test_prompt_with_a_begun_answer_is_continued(load, texts):
     row = chat(chosen=" warm.", rejected=" cold.")
     row["prompt"] += said("The tea is")
-    tokenizer = variant(PLAIN)
+    tokenizer = byte_level(chat_template=PLAIN)
     assert texts(row, tokenizer) == ["<user>q<assistant>The tea is", " warm.", " cold."]
     prompt, = load([row], tokenizer, rloo)
     assert tokenizer.decode(prompt.prompt) == "<user>q<assistant>The tea is"
 
 
 def test_flags_and_columns_reach_the_template(texts):
-    tokenizer = variant("{{ tools }}{{ loud }}" + PLAIN)
+    tokenizer = byte_level(chat_template="{{ tools }}{{ loud }}" + PLAIN)
     row = chat() | dict(tools=[{}], chat_template_kwargs=dict(loud="LOUD"))
     assert texts(row, tokenizer) == ["[{}]LOUD<user>q<assistant>", "a", "b"]
     assert texts(chat(), tokenizer, chat_template_kwargs='{"loud": 7}')[0].startswith("None7<user>")
@@ -165,7 +159,6 @@ def test_token_across_the_boundary_moves_to_the_answers(load):
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 LLAMA3 = "{{ bos_token }}" + CHATML.replace("m.content", "m.content | trim").replace("im_end", "eot_id")
-GEMMA = LLAMA3.replace("m.role", "'model' if m.role == 'assistant' else m.role").replace(">assistant", ">model")
 NOTHING = "<think>\n\n</think>\n\n"
 QWEN3 = CHATML.replace("{{ m.content", "{{ '%s' if m.role == 'assistant' and loop.last }}{{ m.content" % NOTHING)
 MISTRAL = "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] " \
@@ -176,8 +169,7 @@ R1 = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assis
      "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 SYSTEM = said("Be brief.", "system")
 SHAPES = [  # template, what it makes of an answer, and of spaces around it, whether the prompt reads differently
-    (CHATML, "{}<|im_end|>\n", " Warm. ", False), (GEMMA, "{}<|eot_id|>\n", "Warm.", False),
-    (LLAMA3, "{}<|eot_id|>\n", "Warm.", False),
+    (CHATML, "{}<|im_end|>\n", " Warm. ", False), (LLAMA3, "{}<|eot_id|>\n", "Warm.", False),
     (QWEN3, NOTHING + "{}<|im_end|>\n", " Warm. ", False),
     (QWEN3.replace("assistant\n", "assistant\n" + NOTHING), "{}<|im_end|>\n", " Warm. ", False),
     (MISTRAL, " {}</s>", "Warm.", True), (R1, "{}</s>", " Warm. ", True),
@@ -201,17 +193,17 @@ def test_templates_give_the_prompts_of_rloo(load, capsys, template, trained, spa
 def test_template_that_strips_the_answer_is_refused(load):
     bad = chat(chosen="<think>\nHm.\n</think>\n\nWarm.")
     with pytest.raises(BadInput, match="jsonl:2: .*leaves out words"):
-        load([chat(), bad], variant(R1))
+        load([chat(), bad], byte_level(chat_template=R1))
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no such role') }}", "{{ messages[0].content }}"])
 def test_broken_template_is_refused(load, template):
     with pytest.raises(BadInput, match=r"rows.jsonl:(1| too few)\b"):
-        load(CHATS, variant(template))
+        load(CHATS, byte_level(chat_template=template))
 
 
 @pytest.mark.parametrize("beginning, tokenizer", [
-    ("", byte_level()), ("", byte_level(back=["</s>"])), ("<s>", byte_level(["<s>"])),
+    ("", byte_level()), ("", byte_level(back=["</s>"])),
     ("<s><en>", byte_level(["<s>", "<en>"], ["</s>"])), ("", ByT5Tokenizer())])
 def test_text_gets_one_bos_and_one_eos(texts, beginning, tokenizer):
     if tokenizer.is_fast:  # its file may ask for these
@@ -276,8 +268,8 @@ def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
 # --- Rows that are refused
 
 @pytest.mark.parametrize("bad, words", [
-    ({"prompt": "x", "chosen": "y"}, "expected.*found.*prompt"), (dict(TEXT, chosen=5), "expected.*5"),
-    (dict(TEXT, chosen=None), "expected.*null"), (dict(TEXT, chosen=said("a")[0]), "expected"),
+    (dict(TEXT, chosen=5), "expected.*5"),
+    (dict(TEXT, chosen=said("a")[0]), "expected"),
     (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"),
     (dict(chat(), prompt=[]), "expected"), ("7", "expected.*7"), ('{"prompt": ', ""),
     (dict(TEXT, chosen=json.dumps(said("a")[0])), "string"), (dict(TEXT, prompt=str(said("q"))), "string"),
@@ -313,8 +305,8 @@ def test_labels(load):
     labels = [True, 1, 1.0, "1", "true", "True", False, 0, 0.0, "0", "false", "False"]
     rows = load([dict(row, label=label) for label in labels], script=kto)
     assert [row.is_desirable for row in rows] == [True] * 6 + [False] * 6
-    for bad in (row, dict(row, label=0.5), dict(row, label="good"), dict(row, label=None)):
-        with pytest.raises(BadInput, match="rows.jsonl.*label"):
+    for bad in (row, dict(row, label=2), dict(row, label="good"), dict(row, label=None)):
+        with pytest.raises(BadInput, match="rows.jsonl.*label .true or false"):
             load([bad], script=kto)
 
 

@@ -148,10 +148,8 @@ def test_complete_cache_is_only_read(run, loaded):
 @pytest.mark.parametrize("flags", [dict(ref="none"), dict(loss=("simpo",)), dict(loss=("simpo", "sft"))])
 def test_runs_without_a_reference(loaded, flags):
     args = arguments(steps=1, **flags)
-    history = dpo.main(args)
+    dpo.main(args)
     assert loaded == [(True, 1)] and not list(Path(args.out).glob("*.pkl"))
-    if flags != dict(loss=("simpo",)):  # its reward is per token
-        assert history[1]["rewards/chosen"] == pytest.approx(0.1 * history[1]["logps/chosen"]), "ratios are log-probs"
 
 
 @BOTH

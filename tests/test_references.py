@@ -15,7 +15,6 @@ import kto
 from refcache import BadInput, Swap, reference_logprobs
 
 NARROW = (-0.03, 0.05)  # bounds of humanline that a few steps reach
-ADAPTER = pytest.param(LORA, marks=needs_peft)
 
 
 @pytest.mark.parametrize("script, lora", [
@@ -30,7 +29,7 @@ def test_cached_swapped_and_live_runs_are_equal(run, script, lora):
         assert not (other.out / "reference_logprobs.pkl").exists()
 
 
-@pytest.mark.parametrize("lora", [{}, ADAPTER])
+@pytest.mark.parametrize("lora", [{}, pytest.param(LORA, marks=needs_peft)])
 def test_swapped_and_live_runs_of_rloo_are_equal(run, lora):
     swapped = run("rloo", **lora)
     assert same(run("rloo", ref="live", **lora), swapped)
@@ -57,11 +56,10 @@ def test_one_swap_serves_many_steps(run):
 
 
 @needs_peft
-@pytest.mark.parametrize("difference", ["lora_alpha", "use_rslora", "base"])
-def test_swap_of_an_adapter_is_refused_or_exact(difference):
-    config = dict(lora_alpha=dict(lora_alpha=32), use_rslora=dict(use_rslora=True), base=dict(base=tiny(1)))[difference]
+@pytest.mark.parametrize("config", [dict(lora_alpha=32), dict(use_rslora=True), dict(base=tiny(1))])
+def test_swap_of_an_adapter_is_refused_or_exact(config):
     policy = load(adapt("sft"), trains=True)
-    reference = load(adapt(difference, seed=1, **config))
+    reference = load(adapt("another", seed=1, **config))
     try:
         known = reference_logprobs(Swap(policy, reference), GROUPS)
     except BadInput as error:
@@ -101,9 +99,7 @@ def slow_run(script, args, begin):
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=0.0)
 
     def ratio(x, y):
-        """The sum of clamped log-ratios."""
-        u = logp(policy, x, y) - logp(reference, x, y).detach()
-        return torch.where(u < low, low, torch.where(u > high, high, u)).sum()
+        return (logp(policy, x, y) - logp(reference, x, y).detach()).clamp(low, high).sum()
 
     def dpo_loss(batch):
         margins = [0.1 * (ratio(row.prompt, row.chosen) - ratio(row.prompt, row.rejected)) for row in batch]

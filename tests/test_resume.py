@@ -31,34 +31,25 @@ def noisy(prompts, completions, **columns):  # depends on the state of torch's r
     noise = torch.rand(()).item()
     return [len(str(y)) / 100 + noise * i for i, y in enumerate(completions)]
 """
+GPT2 = dict(vocab_size=len(TOKENIZER), n_embd=32, n_layer=1, n_head=4, n_positions=256, bos_token_id=None,
+            eos_token_id=3)
+TIED = save(build("llama", TINY | dict(tie_word_embeddings=True)), "tied")  # the output head, to the embedding
 RUNS = {  # name -> script and flags: together they have every kind of state
-    "dpo": ("dpo", dict(model="tied", eval_every=2)),
+    "dpo": ("dpo", dict(model=TIED, eval_every=2)),
     "dpo-swap": ("dpo", dict(ref="swap", tokens_per_forward=300)),  # all steps are in one window of 16
     "dpo-sync": ("dpo", dict(ref="swap", sync_reference=2, sync_mix=0.6)),
     "dpo-humanline-lora": ("dpo", dict(ref="swap", humanline=(-1.0, 1.5), lora_r=4)),
     "dpo-bfloat16": ("dpo", dict(dtype="bfloat16", schedule="cosine")),
-    "kto": ("kto", dict(model="gpt2", tokens_per_forward=300)),
+    "kto": ("kto", dict(model=save(build("gpt2", GPT2), "gpt2"), tokens_per_forward=300)),
     "kto-lora": ("kto", dict(ref="live", lora_r=4)),
     "rloo": ("rloo", dict(k=3, updates_per_rollout=2, sync_reference=2, eval_every=2)),
 }
 STEPS = 3
-GPT2 = dict(vocab_size=len(TOKENIZER), n_embd=32, n_layer=1, n_head=4, n_positions=256, bos_token_id=None,
-            eos_token_id=3)
-
-
-@cache
-def model_folder(name):
-    """Models whose output head is tied to the embedding."""
-    if name == "tied":
-        return save(build("llama", TINY | dict(tie_word_embeddings=True)), "tied")
-    return save(build("gpt2", GPT2), "gpt2")
 
 
 def flags_of(name, out, **changes):
     script, special = RUNS[name]
     flags = dict(steps=STEPS, save_every=1, max_new_tokens=4, out=str(out)) | special
-    if "model" in flags:
-        flags["model"] = model_folder(flags["model"])
     if script == "rloo":
         file = Path(FOLDER.name) / "reward_of_test_resume.py"
         file.write_text(REWARD)
@@ -250,7 +241,7 @@ def test_resume_inside_a_window_scores_all_of_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, changes", [
     ("dpo", dict(tokens_per_forward=100, gradient_checkpointing="on", save_every=7)),
-    ("rloo", dict(rollout_tokens=50, tokens_per_forward=100))], ids=["dpo", "rloo"])
+    ("rloo", dict(rollout_tokens=50, tokens_per_forward=100))])
 def test_flags_of_memory_and_files_may_change(name, changes, tmp_path):
     history = without_speed(start(name, copy_of(name, tmp_path), **changes))
     expected = results(whole(name))["metrics"]
@@ -288,36 +279,26 @@ def test_folder_of_another_run_is_refused(name, changes, tmp_path):
     assert before == {path: path.read_bytes() for path in out.glob("*.jsonl")}
 
 
-def own_copies(folder, name):
-    """Flags that name files and models in this folder, and of each file: what is edited in it, and in which words the
-    change is refused."""
-    train, held_out = map(Path, data(RUNS[name][0]))
-    files = {flag: Path(shutil.copy(file, folder)) for flag, file in (("data", train), ("eval_data", held_out))}
-    function = folder / "function.py"
-    function.write_text("def rate(completions, **columns):\n    return [float(len(str(y))) for y in completions]\n")
-    models = {flag: shutil.copytree(tiny(), folder / flag) for flag in ("model", "ref_model")}
-    flags = {name: str(path) for name, path in {**files, **models}.items()}
-    flags |= dict(reward=(f"{function}:rate",)) if name == "rloo" else dict(score=f"{function}:rate")
-    edits = {}
-    for file in files.values():
-        first, second, *others = file.read_text().splitlines(True)
-        edits[file] = "".join([second, first, *others])
-    edits |= {function: function.read_text().replace("return", "return 2 *")}
-    words = dict(zip(edits, ("other rows", "held-out rows", "functions")))
-    for model in models.values():
-        edits[model / "model.safetensors"] = Path(tiny(1), "model.safetensors").read_bytes()
-        words[model / "model.safetensors"] = "weights"
-    return flags, edits, words
-
-
 @pytest.mark.parametrize("name", [pytest.param("kto-lora", marks=needs_peft), "rloo"])
 def test_resume_refuses_other_rows_weights_and_functions(name, tmp_path):
-    flags, edits, words = own_copies(tmp_path, name)
+    files = [Path(shutil.copy(file, tmp_path)) for file in data(RUNS[name][0])]
+    models = [shutil.copytree(tiny(), tmp_path / flag) for flag in ("model", "ref_model")]
+    function = tmp_path / "function.py"
+    function.write_text("def rate(completions, **columns):\n    return [float(len(str(y))) for y in completions]\n")
+    flags = dict(zip(("data", "eval_data", "model", "ref_model"), map(str, files + models)))
+    flags |= dict(reward=(f"{function}:rate",)) if name == "rloo" else dict(score=f"{function}:rate")
     kill(name, tmp_path / "out", "append 5", **flags)
-    for file, edited in edits.items():
+    edits = []
+    for file, words in zip(files, ("other rows", "held-out rows")):
+        first, second, *others = file.read_bytes().splitlines(True)
+        edits.append((file, b"".join([second, first, *others]), words))
+    edits.append((function, function.read_bytes().replace(b"return", b"return 2 *"), "functions"))
+    for model in models:
+        edits.append((model / "model.safetensors", Path(tiny(1), "model.safetensors").read_bytes(), "weights"))
+    for file, edited, words in edits:
         before = file.read_bytes()
-        file.write_bytes(edited if isinstance(edited, bytes) else edited.encode())
-        with pytest.raises(BadInput, match=f"{words[file]}.*--out"):
+        file.write_bytes(edited)
+        with pytest.raises(BadInput, match=f"{words}.*--out"):
             start(name, tmp_path / "out", **flags)
         gc.collect()  # frees the lock, which the traceback holds
         file.write_bytes(before)

@@ -44,12 +44,8 @@ def vowels(text):
     return sum(x in "aeiou" for x in text) / 10
 
 
-def write(path, rows):
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return str(path)
-
-
-FILE = write(Path(FOLDER.name) / "rewards_of_test_rloo.py", [REWARDS])
+FILE = Path(FOLDER.name) / "rewards_of_test_rloo.py"
+FILE.write_text(REWARDS)
 FLAGS = dict(model=MODEL, reward=(f"{FILE}:vowels",), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=6)
 
 
@@ -168,17 +164,14 @@ def classifier(path, outputs=1, **changes):
     return str(path)
 
 
-def scores_of(path, texts):
-    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
-    return [model(tensor([TOKENIZER(text, add_special_tokens=False).input_ids])).logits.item() for text in texts]
-
-
 @pytest.mark.parametrize("pad", [0, None])
 def test_reward_model_equals_one_forward_per_text(tmp_path, pad):
     path = classifier(tmp_path / "judge", pad_token_id=pad)
     prompts = [chat(f"How was the soup? {n}") for n in range(6)]
     answers = [chat("The soup was nice. " * (n + 1), "assistant") for n in range(6)]
-    truth = scores_of(path, [TOKENIZER.apply_chat_template(x + y, tokenize=False) for x, y in zip(prompts, answers)])
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    rows = [TOKENIZER.apply_chat_template(x + y, return_dict=False) for x, y in zip(prompts, answers)]
+    truth = [model(tensor([ids])).logits.item() for ids in rows]
     for budget in (1, 120, 10**6):
         judge = RewardModel(path, "cpu", Args(tokens_per_forward=budget))
         assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
@@ -187,7 +180,8 @@ def test_reward_model_equals_one_forward_per_text(tmp_path, pad):
 @pytest.mark.parametrize("kind", [str, list])
 def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch, kind):
     prompt = "How was the soup at the harbour?"
-    file = write(tmp_path / "rows.jsonl", [dict(prompt=prompt if kind is str else chat(prompt))] * 4)
+    file = tmp_path / "rows.jsonl"
+    file.write_text((json.dumps(dict(prompt=prompt if kind is str else chat(prompt))) + "\n") * 4)
     seen = []
     original = LlamaForSequenceClassification.forward
 
@@ -197,7 +191,7 @@ def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch
 
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", forward)
     judge = classifier(tmp_path / "judge")
-    one = rolled(data=file, eval_data=file, reward=(), reward_model=judge, steps=1, **DEMO)
+    one = rolled(data=str(file), eval_data=str(file), reward=(), reward_model=judge, steps=1, **DEMO)
     assert 0 < torch.cat([samples.ended.flatten() for samples in one.drawn]).float().mean() < 1
     sampled = [TOKENIZER.decode(x + y) for samples in one.drawn for x, ys in samples.groups for y in ys]
     assert sorted(seen) == sorted(sampled)

@@ -67,7 +67,6 @@ def test_refcache_knows_no_script():
 @EACH
 def test_every_flag_is_used(script):
     read = {node.attr for node in ast.walk(ast.parse(TEXTS[script])) if isinstance(node, ast.Attribute)}
-    read |= set(re.findall(r'vars\(\w+\)(?:\.get\(|\[)"(\w+)"', TEXTS[script]))
     read |= set(re.findall(r'"(\w+)"', TEXTS[script]))
     assert not set(SCRIPTS[script].Args.__dataclass_fields__) - read
 

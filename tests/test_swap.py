@@ -15,13 +15,6 @@ from refcache import BadInput, Swap, check_agreement, full_tensor, log_ratios, s
 IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
 
 
-def adapted(**config):
-    """Llama under a new adapter, whose B is 0: as yet it computes what the bare model does."""
-    peft = pytest.importorskip("peft")
-    config = dict(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"]) | config
-    return peft.get_peft_model(make("llama"), peft.LoraConfig(**config)).eval()
-
-
 @torch.no_grad()
 def move(model, seed=0):
     torch.manual_seed(seed)
@@ -83,7 +76,9 @@ def test_reference_does_not_move_with_its_model(given):
 
 
 def test_swap_of_a_lora_policy_moves_the_adapter_only():
-    policy = adapted()
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"])
+    policy = peft.get_peft_model(make("llama"), config)
     names = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert Swap(policy).state_dict().keys() == names
 
