@@ -15,8 +15,9 @@ Data      rows `prompt, chosen, rejected`, or `chosen, rejected` with a common b
 Shapes    B pairs in a batch; (B,) per pair. w: the chosen answer y_w; l: the rejected one, y_l.
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref) of an answer (simpo alone: per token) |
           rewards/margins: their difference | rewards/accuracies: fraction of pairs where it is > 0, ties count 1/2 |
-          logps/*: log π(y|x) | logratio: |log π − log π_ref| of y_w per token | grad_norm: before clipping |
-          learning_rate | seconds | tokens_per_second | eval_*: of held-out pairs | eval_score: mean of --score
+          logps/*: log π(y|x) | logratio: |log π − log π_ref| of y_w per token | nll/chosen: −log π of y_w per token |
+          grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU |
+          eval_*: of held-out pairs | eval_score: mean of --score
 """
 import csv
 import hashlib
@@ -42,6 +43,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+import transformers
 import tyro
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -53,8 +55,9 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group,
-    processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, memory_share, micro_batches,
+    process_group, processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model,
+    write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -65,10 +68,10 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
+MAY_CHANGE = ("out ref_cache save_every eval_every samples tokens_per_forward rollout_tokens "
+              "gradient_checkpointing").split()  # when a run is resumed
 NO_REFERENCE = {"simpo", "sft"}
-Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
-               "apo_zero", "apo_down", "discopop",
-               "simpo", "sft"]
+Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "apo_zero", "simpo", "sft"]
 
 
 @dataclass
@@ -91,12 +94,12 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or layer names, as a regular expression
+    lora_target: str = "all-linear"  # or names of layers: q_proj,v_proj
 
     loss: tuple[Loss, ...] = ("sigmoid",)  # sigmoid is DPO; several are summed
     loss_weights: tuple[float, ...] = ()  # one per loss; empty: all 1
     beta: float = 0.1  # strength of the KL penalty; sigmoid_norm needs about 5, simpo 2
-    label_smoothing: float = 0.0  # assumed fraction of flipped labels, for sigmoid (cDPO), robust, exo_pair (> 0)
+    label_smoothing: float = 0.0  # assumed fraction of flipped labels, for sigmoid (cDPO)
     simpo_gamma: float = 0.5  # simpo's target margin
 
     epochs: float = 1.0  # passes over the data
@@ -111,10 +114,9 @@ class Args:
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
-    gradient_checkpointing: bool = False  # likewise
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
     save_every: int = 50  # steps between checkpoints; 0: none
-    model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
@@ -138,7 +140,6 @@ def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, *
     """The loss of every pair, (B,), float32, of the tensors of a Batch:
     preference_loss("ipo", logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, beta=0.1).mean()"""
     eps = label_smoothing
-    sigma = torch.sigmoid
     log_sigma = F.logsigmoid
     margin = beta * (ratio_w - ratio_l)  # the argument of σ in equation 7
     match name:
@@ -150,23 +151,8 @@ def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, *
             return (ratio_w / len_w - ratio_l / len_l - 1 / (2 * beta)) ** 2
         case "sigmoid_norm":  # arXiv:2411.15124, equation 6
             return -log_sigma(beta * (ratio_w / len_w - ratio_l / len_l))
-        case "robust":  # arXiv:2403.00409
-            return (-(1 - eps) * log_sigma(margin) + eps * log_sigma(-margin)) / (1 - 2 * eps)
-        case "exo_pair":  # arXiv:2402.00856, equation 16
-            not_eps = sigma(margin) * (log_sigma(margin) - math.log(1 - eps))
-            return not_eps + sigma(-margin) * (log_sigma(-margin) - math.log(eps))
-        case "nca_pair":  # arXiv:2402.05369
-            return -log_sigma(beta * ratio_w) - 0.5 * log_sigma(-beta * ratio_w) - 0.5 * log_sigma(-beta * ratio_l)
-        case "bco_pair":  # arXiv:2404.04656, without its shift of the rewards
-            return -log_sigma(beta * ratio_w) - log_sigma(-beta * ratio_l)
-        case "sppo_hard":  # arXiv:2405.00675
-            return (ratio_w - 0.5 / beta) ** 2 + (ratio_l + 0.5 / beta) ** 2
         case "apo_zero":  # arXiv:2408.06266
-            return 1 - sigma(beta * ratio_w) + sigma(beta * ratio_l)
-        case "apo_down":  # same paper
-            return sigma(beta * ratio_w) + 1 - sigma(margin)
-        case "discopop":  # arXiv:2406.08414; the product with exp(−margin) is taken in logarithms: 0 · inf is NaN
-            return -sigma(-margin / 0.05) * log_sigma(margin) + torch.exp(log_sigma(margin / 0.05) - margin)
+            return 1 - torch.sigmoid(beta * ratio_w) + torch.sigmoid(beta * ratio_l)
         case "simpo":  # arXiv:2405.14734, equation 6
             return -log_sigma(beta * (logp_w / len_w - logp_l / len_l) - simpo_gamma)
         case "sft":  # a term to add to others: mean over pairs of means over tokens. TRL: over all tokens
@@ -192,6 +178,7 @@ def metrics(batch: Batch, args: Args) -> dict[str, torch.Tensor]:
         "logps/chosen": batch.logp_w,
         "logps/rejected": batch.logp_l,
         "logratio": (batch.ratio_w / batch.len_w).abs(),
+        "nll/chosen": -batch.logp_w / batch.len_w,
     }
 
 
@@ -201,7 +188,7 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
-    columns: dict  # of the file
+    columns: dict  # of the file, for --score
 
 
 def groups(rows: list[Row]) -> list:
@@ -252,14 +239,11 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    eps = args.label_smoothing
-    if ("exo_pair" in args.loss and eps <= 0) or ("robust" in args.loss and eps >= 0.5):
-        raise BadInput("exo_pair needs a --label_smoothing above 0, such as 0.001; robust one below 0.5")
     if set(args.loss) <= NO_REFERENCE:
         args = replace(args, ref="none")
     args = resolve(args)
     out = Path(args.out)
-    lock = lock_folder(out, args)
+    lock = lock_folder(out)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
@@ -305,7 +289,7 @@ def main(args: Args) -> list[dict]:
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
+        torch.manual_seed(args.seed + step)  # for a resumed run
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         first = step - (step - 1) % window
         if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
@@ -333,12 +317,12 @@ def main(args: Args) -> list[dict]:
 
         values["seconds"] = time.monotonic() - began
         values["tokens_per_second"] = count_tokens(groups(rows)) / values["seconds"]
+        if device == "cuda":
+            values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
         append(out / "metrics.jsonl", [values])
-        if args.model_every and step % args.model_every == 0:
-            save_model(policy, tokenizer, out / f"model-{step}")
         if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
@@ -346,7 +330,11 @@ def main(args: Args) -> list[dict]:
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} pairs; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
-    return report(out)
+    history = report(out)
+    before, after = (history[i].get("eval_nll/chosen", 0.0) for i in (0, -1))
+    if after > before + 1:
+        print(f"Chosen answers are less likely, {before:.1f} → {after:.1f} nats per token: lower --lr, raise --beta")
+    return history
 
 
 # ---- Answers to held-out prompts: the same in dpo.py and kto.py ------
@@ -359,7 +347,8 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         return {}
     answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines = [{"step": step, "prompt": row.columns["prompt"], "completion": text} for row, text in zip(rows, texts)]
+    prompts = tokenizer.batch_decode([row.prompt for row in rows])
+    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, texts)]
     means = {}
     if args.score:
         columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
@@ -368,7 +357,7 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
         lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
-        means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
+        means["eval_score"] = float(np.nanmean(np.array(scores, float)))  # without None
     append(out / "samples.jsonl", lines)
     return means
 
@@ -384,8 +373,7 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
     try:
         with unsharded(policy):
             rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
-                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0,
-                                 synced_gpus=processes()[1] > 1)
+                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0)
     finally:
         core.generation_config = own_config
     return [tuple(takewhile(lambda token: token not in stops, row)) for row in rows[:, ids.shape[1]:].tolist()]
@@ -401,7 +389,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     answers_of = itemgetter("chosen", "rejected")
     for _, (chosen, rejected), begins, columns in encode(tokenizer, source, answers_of, args):
         begin = min(begins)  # one prompt for both
-        rows.append(Row(chosen[:begin], chosen[begin:], rejected[begin:], columns))
+        rows.append(Row(chosen[:begin], chosen[begin:], rejected[begin:], columns if args.score else {}))
     return rows
 
 
@@ -470,9 +458,10 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
 
     kept = 0
     lengths = []
+    same = {}  # one object for equal ids: 8 bytes per token instead of 40
     all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
     for texts, columns in rows:
-        prompt, *sequences = [tuple(next(all_ids)) for _ in texts]
+        prompt, *sequences = [tuple(same.setdefault(i, i) for i in next(all_ids)) for _ in texts]
         begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
         answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
@@ -573,13 +562,7 @@ def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
     plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     bos = full[:full.index(plain[0])] if add_bos else []
     for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
-        part = texts[start:start + 1024]
-        if tokenizer.is_fast:  # without its padding and truncation
-            encodings = tokenizer.backend_tokenizer.encode_batch_fast(part, add_special_tokens=False)
-            part_ids = [encoding.ids for encoding in encodings]
-        else:
-            part_ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
-        for ids in part_ids:
+        for ids in tokenizer(texts[start:start + 1024], add_special_tokens=False, verbose=False).input_ids:
             yield ids if ids[:len(bos)] == bos else bos + ids
 
 
@@ -602,8 +585,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
 
 def stop_tokens(core, tokenizer) -> list[int]:
     """The ids that end a completion."""
-    stops = core.generation_config.eos_token_id
-    stops = stops if isinstance(stops, list) else [stops]
+    stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # it is a number, a list or None
     return sorted({tokenizer.eos_token_id, *stops} - {None})
 
 
@@ -622,11 +604,13 @@ def load_model(name: str, device: str, args, trains: bool = False):
     model.eval().to(device)
     if trains_all:
         model.float()
-    if trains and args.gradient_checkpointing:
+    enable_shared_prompts(model)
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward) > 0.85
+    if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
+        print("gradient checkpointing is on")
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    enable_shared_prompts(model)
     return model
 
 
@@ -642,8 +626,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     import peft
     if folder is None:
+        target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
-                                 target_modules=args.lora_target)
+                                 target_modules=target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
@@ -652,10 +637,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     for name, module in model.named_modules():
         if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
-                                              autocast_adapter_dtype=trains)  # float32 weights train
+    warnings.filterwarnings("error", "Found missing adapter keys")
+    return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                          autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
@@ -688,7 +672,14 @@ def resolve(args, new_tokens: int = 0):
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
-    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    config = AutoConfig.from_pretrained(base_of(args.model))
+    if args.lora_r and args.lora_target != "all-linear":
+        with torch.device("meta"):
+            names = [f".{name}" for name, _ in AutoModelForCausalLM.from_config(config).named_modules()]
+        for target in args.lora_target.split(","):
+            if not any(name.endswith(f".{target}") for name in names):
+                raise BadInput(f"--lora_target {target}: {args.model} has no such layer")
+    context = context_length(config)
     if args.max_new_tokens >= context:
         raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
     return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
@@ -729,7 +720,7 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def lock_folder(out: Path, args) -> FileLock:
+def lock_folder(out: Path) -> FileLock:
     """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
@@ -744,10 +735,8 @@ def lock_folder(out: Path, args) -> FileLock:
 
 
 def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """What a run and its checkpoint must have in common."""
-    may_change = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
-                  "gradient_checkpointing").split()
-    run = {name: value for name, value in asdict(args).items() if name not in may_change}
+    """Flags, versions, and digests of all that a run reads."""
+    run = asdict(args) | {"torch": torch.__version__, "transformers": transformers.__version__}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
     run["weights"] = {name: checkpoint_digest(name) for name in models}
     run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
@@ -767,13 +756,12 @@ def digest_of(items: list) -> str:
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
-    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
-    for weight in weights.values():
+    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in state.values():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
-    state = {name: weight.detach() for name, weight in weights.items()}
-    for name, weight in weights.items():
+    for name, weight in list(state.items()):
         state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
     return state
 
@@ -781,8 +769,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
-    if processes()[0] == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed save
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
@@ -800,14 +787,15 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
     checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
     saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
-    differing = [name for name in run if saved["run"].get(name) != run[name]]
-    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    differing = [name for name in run if saved["run"].get(name) != run[name] and name not in MAY_CHANGE]
+    code = [name for name in differing if name.endswith((".py", "torch", "transformers"))]  # edited code may go on
     if differing != code:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
         print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
     if processes()[0] == 0:
+        write_whole(out / "args.json", [json.dumps(run, indent=1).encode()])
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
             os.truncate(out / name, size)
@@ -821,12 +809,19 @@ def append(path: Path, lines: list[dict]):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints held-out metrics before and after. Returns the lines of metrics.jsonl."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Prints held-out answers and metrics, before and after. Returns the lines of metrics.jsonl."""
+    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
+    before, after = history[0], history[-1]
+    held_out = [sample for sample in samples if sample.get("held_out", True)]
+    answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
+    print("held out: prompt, answer before, answer after")
+    for first, last in list(zip(*answers))[:3]:
+        for text in (first["prompt"], first["completion"], last["completion"]):
+            print(repr(text)[:shutil.get_terminal_size().columns])
     print(f"{'held out':29} before   after")
-    for name, after in history[-1].items():
+    for name in after:
         if name.startswith("eval_"):
-            print(f"{name:28} {history[0][name]:z7.3f} {after:z7.3f}")
+            print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
     return history
 
 
@@ -850,6 +845,6 @@ if __name__ == "__main__":
     except (BadInput, ImportError, torch.OutOfMemoryError) as error:
         advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
         if isinstance(error, torch.OutOfMemoryError):
-            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing"
+            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing on"
         print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)

@@ -9,7 +9,7 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen
 
 z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws it in each batch;
-here each row keeps one, so that its reference log-probs can be cached. A killed run resumes if its command is repeated.
+here each row keeps one, so that its reference log-probs can be cached.
 
 Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `prompt, chosen, rejected`, which give one
           row of each kind; strings or chat messages:
@@ -17,8 +17,9 @@ Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `pr
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
           difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/*: log π(y|x) | logratio: |ρ| per token | grad_norm: before clipping | learning_rate | seconds |
-          tokens_per_second | eval_*: of held-out rows | eval_score: mean of --score
+          logps/*: log π(y|x) | logratio: |ρ| per token | nll/chosen: −log π(y|x) per token | grad_norm: before
+          clipping | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU | eval_*: of held-out
+          rows | eval_score: mean of --score
 """
 import csv
 import hashlib
@@ -42,6 +43,7 @@ from typing import Callable, Iterator, Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 import tyro
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -53,8 +55,9 @@ from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, micro_batches, process_group,
-    processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
+    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, memory_share, micro_batches,
+    process_group, processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model,
+    write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -65,6 +68,8 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
+MAY_CHANGE = ("out ref_cache save_every eval_every samples tokens_per_forward rollout_tokens "
+              "gradient_checkpointing").split()  # when a run is resumed
 
 
 @dataclass
@@ -87,12 +92,12 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or layer names, as a regular expression
+    lora_target: str = "all-linear"  # or names of layers: q_proj,v_proj
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired: no z
     beta: float = 0.1  # strength of the KL penalty
-    desirable_weight: float = 1.0  # λ_D, the weight of desirable rows
-    undesirable_weight: float = 1.0  # λ_U, that of undesirable rows
+    desirable_weight: float = 1.0  # λ_D
+    undesirable_weight: float = 1.0  # λ_U
 
     epochs: float = 1.0  # passes over the data
     steps: int | None = None  # optimizer steps; None: from epochs; 0: only fill the cache
@@ -106,10 +111,9 @@ class Args:
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
-    gradient_checkpointing: bool = False  # likewise
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
     save_every: int = 50  # steps between checkpoints; 0: none
-    model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
@@ -138,7 +142,7 @@ def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, args: Args) -> torch
 
 
 def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The loss and other values of every row, (B,), each with a mask (B,): the rows that it is a mean of."""
+    """The loss and other values of every row, (B,), and a mask (B,) of the rows that count."""
     desirable = batch.is_desirable
     everything = torch.ones_like(desirable)
     is_tie = batch.ratio.abs() < 1e-4  # up to rounding
@@ -147,6 +151,7 @@ def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.
         "loss": (feedback_loss(args.loss, batch, z, args), everything),
         "rewards/accuracies": (torch.where(is_tie, 0.5, is_right.float()), everything),
         "logratio": ((batch.ratio / batch.length).abs(), everything),
+        "nll/chosen": (-batch.logp / batch.length, desirable),
         "rewards/chosen": (args.beta * batch.ratio, desirable),
         "rewards/rejected": (args.beta * batch.ratio, ~desirable),
         "logps/chosen": (batch.logp, desirable),
@@ -160,8 +165,8 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     completion: tuple[int, ...]
     is_desirable: bool
-    other: tuple[int, ...]  # y', of another prompt; () if the loss needs none
-    columns: dict  # of the file
+    other: tuple[int, ...]  # y'; () if the loss needs none
+    columns: dict  # of the file, for --score
 
 
 def groups(rows: list[Row]) -> list:
@@ -169,9 +174,9 @@ def groups(rows: list[Row]) -> list:
     return [(row.prompt, [row.completion]) for row in rows]
 
 
-def other_groups(rows: list[Row]) -> list:
-    """The same with y' instead of y."""
-    return [(row.prompt, [row.other]) for row in rows if row.other]
+def with_others(rows: list[Row]) -> list[Row]:
+    """The rows with y' instead of y."""
+    return [row._replace(completion=row.other) for row in rows if row.other]
 
 
 def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
@@ -188,14 +193,12 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
 
 @torch.no_grad()
 def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
-    """z of equation 7, a scalar: the mean over the whole batch, then clamped."""
-    others = other_groups(rows)
+    """z of equation 7, a scalar: the mean over the whole batch, clamped."""
+    others = with_others(rows)
     total = torch.zeros((), device=policy.device)
-    for indices, counts in micro_batches(policy, others, args.tokens_per_forward, *processes()):
-        micro = [others[i] for i in indices]
-        logps = completion_logprobs(policy, micro)
-        ratios = log_ratios(logps, micro, ref_logps, args.humanline)
-        total += sum_tokens(ratios).sum() * counts
+    for indices, counts in micro_batches(policy, groups(others), args.tokens_per_forward, *processes()):
+        batch = measure(policy, [others[i] for i in indices], ref_logps, args)
+        total += batch.ratio.sum() * counts
     mean = all_reduce(total) / max(1, len(others))
     return mean.clamp(min=0)
 
@@ -225,8 +228,7 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
     """Mean metrics of held-out rows."""
     if not rows:
         return {}
-    needed = groups(rows) + other_groups(rows)
-    ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward)
+    ref_logps = reference_logprobs(reference, groups(rows + with_others(rows)), args.tokens_per_forward)
     means = run_batch(policy, rows, ref_logps, args, train=False)
     return {f"eval_{name}": value for name, value in means.items()}
 
@@ -239,14 +241,15 @@ def main(args: Args) -> list[dict]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     args = resolve(args)
     out = Path(args.out)
-    lock = lock_folder(out, args)
+    lock = lock_folder(out)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
     print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out. The first, | before each trained token:")
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].completion), sep="|")
     if args.loss == "kto":
-        train_rows, eval_rows = draw_others(train_rows, eval_rows, args)
+        eval_rows = draw_others(eval_rows, train_rows, args)
+        train_rows = draw_others(train_rows, train_rows, args)
     print_balance(train_rows, args)
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
@@ -259,9 +262,9 @@ def main(args: Args) -> list[dict]:
         rows = train_rows
         if 0 < steps * batch_size < len(train_rows):  # the run needs fewer
             rows = batch_rows(1, train_rows, batch_size, args.seed, n_steps=steps)
-        needed = groups(rows + eval_rows) + other_groups(rows + eval_rows)
-        scored = reference.fill(lambda: load_model(args.ref_model, device, args), needed, args.tokens_per_forward,
-                                path)  # frees the reference model
+        rows = rows + eval_rows + with_others(rows + eval_rows)
+        scored = reference.fill(lambda: load_model(args.ref_model, device, args), groups(rows),
+                                args.tokens_per_forward, path)  # frees the reference model
         print(f"reference: {scored} completions scored, all are in {path}")
     if steps == 0:
         return []
@@ -288,14 +291,14 @@ def main(args: Args) -> list[dict]:
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
+        torch.manual_seed(args.seed + step)  # for a resumed run
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         first = step - (step - 1) % window
         if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
             n_steps = min(window, steps + 1 - first)
             rows_ahead = batch_rows(first, train_rows, batch_size, args.seed, n_steps)
-            needed = groups(rows_ahead) + other_groups(rows_ahead)
-            ref_logps = reference_logprobs(reference, needed, args.tokens_per_forward)
+            rows_ahead += with_others(rows_ahead)
+            ref_logps = reference_logprobs(reference, groups(rows_ahead), args.tokens_per_forward)
         values = {"step": step}
         values |= run_batch(policy, rows, ref_logps, args, train=True)  # loss.backward() is in it
         if step == 1 and args.ref_model == args.model:
@@ -317,12 +320,12 @@ def main(args: Args) -> list[dict]:
 
         values["seconds"] = time.monotonic() - began
         values["tokens_per_second"] = count_tokens(groups(rows)) / values["seconds"]
+        if device == "cuda":
+            values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
         append(out / "metrics.jsonl", [values])
-        if args.model_every and step % args.model_every == 0:
-            save_model(policy, tokenizer, out / f"model-{step}")
         if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
@@ -330,7 +333,11 @@ def main(args: Args) -> list[dict]:
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} rows; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
-    return report(out)
+    history = report(out)
+    before, after = (history[i].get("eval_nll/chosen", 0.0) for i in (0, -1))
+    if after > before + 1:
+        print(f"Chosen answers are less likely, {before:.1f} → {after:.1f} nats per token: lower --lr, raise --beta")
+    return history
 
 
 # ---- Answers to held-out prompts: the same in dpo.py and kto.py ------
@@ -343,7 +350,8 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         return {}
     answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines = [{"step": step, "prompt": row.columns["prompt"], "completion": text} for row, text in zip(rows, texts)]
+    prompts = tokenizer.batch_decode([row.prompt for row in rows])
+    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, texts)]
     means = {}
     if args.score:
         columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
@@ -352,7 +360,7 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
         lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
-        means["eval_score"] = float(np.mean([score for score in scores if score is not None]))
+        means["eval_score"] = float(np.nanmean(np.array(scores, float)))  # without None
     append(out / "samples.jsonl", lines)
     return means
 
@@ -368,8 +376,7 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
     try:
         with unsharded(policy):
             rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
-                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0,
-                                 synced_gpus=processes()[1] > 1)
+                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0)
     finally:
         core.generation_config = own_config
     return [tuple(takewhile(lambda token: token not in stops, row)) for row in rows[:, ids.shape[1]:].tolist()]
@@ -377,7 +384,8 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
 
 # ---- Rows of the data ------------------------------------------------
 
-COLUMNS = 'prompt, completion, label, or prompt, chosen, rejected, as strings or lists of {"role", "content"}'
+COLUMNS = 'prompt, completion, label (true or false, 1 or 0), or prompt, chosen, rejected, as strings or messages'
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
@@ -386,7 +394,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     for _, sequences, begins, columns in encode(tokenizer, source, answers_of, args):
         labels = [True, False] if len(sequences) == 2 else [is_desirable(columns)]
         for ids, begin, label in zip(sequences, begins, labels):
-            rows.append(Row(ids[:begin], ids[begin:], label, (), columns))
+            rows.append(Row(ids[:begin], ids[begin:], label, (), columns if args.score else {}))
     return rows
 
 
@@ -398,53 +406,31 @@ def answers_of(row: dict) -> list:
 
 
 def is_desirable(row: dict) -> bool:
-    label = str(row["label"]).lower()
-    if label not in ("true", "1", "1.0", "false", "0", "0.0"):
-        raise ValueError(f"a label is true or false, 1 or 0, not {label}")
-    return label in ("true", "1", "1.0")
+    return LABELS[str(row["label"]).lower()]
 
 
-def derange(prompts: list[tuple], seed: int) -> list[int]:
-    """For each row the index of one with another prompt; each occurs once. Rows sorted by prompt are rotated by the
-    number of rows of the most frequent prompt."""
-    rows_of: dict[tuple, list[int]] = {}
-    for i in generator(seed, "derange").permutation(len(prompts)).tolist():
-        rows_of.setdefault(prompts[i], []).append(i)
-    most = max(len(rows) for rows in rows_of.values())
-    if 2 * most > len(prompts):
-        raise BadInput(f"one prompt has {most} of {len(prompts)} rows, too many for z: use --loss apo_zero_unpaired")
-    order = [i for rows in rows_of.values() for i in rows]
-    partners = dict(zip(order, order[most:] + order[:most]))
-    return [partners[i] for i in range(len(prompts))]
-
-
-def draw_others(train_rows: list[Row], eval_rows: list[Row], args: Args) -> tuple[list[Row], list[Row]]:
-    """Draws y' for every row, once. Held-out rows get answers of training rows."""
-    partners = derange([row.prompt for row in train_rows], args.seed)
-    train_others = [train_rows[j] for j in partners]
-    eval_others = []
-    for i, row in enumerate(eval_rows):
-        turn = i % len(partners)
-        candidates = (train_rows[j] for j in partners[turn:] + partners[:turn])
-        eval_others.append(next(other for other in candidates if other.prompt != row.prompt))
-
-    def with_others(rows, others):
-        pairs = zip(rows, others)
-        return [row._replace(other=other.completion[:args.max_length - len(row.prompt)]) for row, other in pairs]
-
-    rows = with_others(train_rows + eval_rows, train_others + eval_others)
-    n_cut = sum(len(row.other) < len(other.completion) for row, other in zip(rows, train_others + eval_others))
+def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
+    """The rows with y', an answer of `sources` to another prompt, drawn once."""
+    order = generator(args.seed, "others").permutation(len(sources)).tolist()
+    drawn = []
+    n_cut = 0
+    for i, row in enumerate(rows):
+        candidates = (sources[order[(i + n) % len(order)]] for n in range(len(order)))
+        other = next((source.completion for source in candidates if source.prompt != row.prompt), ())
+        if not other:
+            raise BadInput("all rows have one prompt: use --loss apo_zero_unpaired")
+        drawn.append(row._replace(other=other[:args.max_length - len(row.prompt)]))
+        n_cut += drawn[-1].other != other
     print(f"{n_cut} of {len(rows)} y' are cut to --max_length")
-    return rows[:len(train_rows)], rows[len(train_rows):]
+    return drawn
 
 
-def print_balance(train_rows: list[Row], args: Args):
-    desirable = sum(row.is_desirable for row in train_rows)
-    undesirable = len(train_rows) - desirable
-    if not desirable or not undesirable:
-        raise BadInput(f"{args.data}: all rows have the same label, but KTO needs both")
-    ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
-    print(f"{desirable} rows are desirable, {undesirable} not: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
+def print_balance(rows: list[Row], args: Args):
+    n_desirable = sum(row.is_desirable for row in rows)
+    if n_desirable in (0, len(rows)):
+        raise BadInput(f"{args.data}: all rows have the same label")
+    ratio = args.desirable_weight * n_desirable / (args.undesirable_weight * (len(rows) - n_desirable))
+    print(f"{n_desirable} of {len(rows)} rows are desirable: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
 
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
@@ -512,9 +498,10 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
 
     kept = 0
     lengths = []
+    same = {}  # one object for equal ids: 8 bytes per token instead of 40
     all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
     for texts, columns in rows:
-        prompt, *sequences = [tuple(next(all_ids)) for _ in texts]
+        prompt, *sequences = [tuple(same.setdefault(i, i) for i in next(all_ids)) for _ in texts]
         begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
         answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
@@ -615,13 +602,7 @@ def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
     plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     bos = full[:full.index(plain[0])] if add_bos else []
     for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
-        part = texts[start:start + 1024]
-        if tokenizer.is_fast:  # without its padding and truncation
-            encodings = tokenizer.backend_tokenizer.encode_batch_fast(part, add_special_tokens=False)
-            part_ids = [encoding.ids for encoding in encodings]
-        else:
-            part_ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
-        for ids in part_ids:
+        for ids in tokenizer(texts[start:start + 1024], add_special_tokens=False, verbose=False).input_ids:
             yield ids if ids[:len(bos)] == bos else bos + ids
 
 
@@ -644,8 +625,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
 
 def stop_tokens(core, tokenizer) -> list[int]:
     """The ids that end a completion."""
-    stops = core.generation_config.eos_token_id
-    stops = stops if isinstance(stops, list) else [stops]
+    stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # it is a number, a list or None
     return sorted({tokenizer.eos_token_id, *stops} - {None})
 
 
@@ -664,11 +644,13 @@ def load_model(name: str, device: str, args, trains: bool = False):
     model.eval().to(device)
     if trains_all:
         model.float()
-    if trains and args.gradient_checkpointing:
+    enable_shared_prompts(model)
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward) > 0.85
+    if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
+        print("gradient checkpointing is on")
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    enable_shared_prompts(model)
     return model
 
 
@@ -684,8 +666,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     import peft
     if folder is None:
+        target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
-                                 target_modules=args.lora_target)
+                                 target_modules=target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
@@ -694,10 +677,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     for name, module in model.named_modules():
         if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
-                                              autocast_adapter_dtype=trains)  # float32 weights train
+    warnings.filterwarnings("error", "Found missing adapter keys")
+    return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                          autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
@@ -730,7 +712,14 @@ def resolve(args, new_tokens: int = 0):
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
-    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    config = AutoConfig.from_pretrained(base_of(args.model))
+    if args.lora_r and args.lora_target != "all-linear":
+        with torch.device("meta"):
+            names = [f".{name}" for name, _ in AutoModelForCausalLM.from_config(config).named_modules()]
+        for target in args.lora_target.split(","):
+            if not any(name.endswith(f".{target}") for name in names):
+                raise BadInput(f"--lora_target {target}: {args.model} has no such layer")
+    context = context_length(config)
     if args.max_new_tokens >= context:
         raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
     return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
@@ -771,7 +760,7 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def lock_folder(out: Path, args) -> FileLock:
+def lock_folder(out: Path) -> FileLock:
     """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
@@ -786,10 +775,8 @@ def lock_folder(out: Path, args) -> FileLock:
 
 
 def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """What a run and its checkpoint must have in common."""
-    may_change = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
-                  "gradient_checkpointing").split()
-    run = {name: value for name, value in asdict(args).items() if name not in may_change}
+    """Flags, versions, and digests of all that a run reads."""
+    run = asdict(args) | {"torch": torch.__version__, "transformers": transformers.__version__}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
     run["weights"] = {name: checkpoint_digest(name) for name in models}
     run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
@@ -809,13 +796,12 @@ def digest_of(items: list) -> str:
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
-    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
-    for weight in weights.values():
+    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in state.values():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
-    state = {name: weight.detach() for name, weight in weights.items()}
-    for name, weight in weights.items():
+    for name, weight in list(state.items()):
         state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
     return state
 
@@ -823,8 +809,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
-    if processes()[0] == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed save
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
@@ -842,14 +827,15 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
     checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
     saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
-    differing = [name for name in run if saved["run"].get(name) != run[name]]
-    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    differing = [name for name in run if saved["run"].get(name) != run[name] and name not in MAY_CHANGE]
+    code = [name for name in differing if name.endswith((".py", "torch", "transformers"))]  # edited code may go on
     if differing != code:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
         print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
     if processes()[0] == 0:
+        write_whole(out / "args.json", [json.dumps(run, indent=1).encode()])
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
             os.truncate(out / name, size)
@@ -863,12 +849,19 @@ def append(path: Path, lines: list[dict]):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints held-out metrics before and after. Returns the lines of metrics.jsonl."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Prints held-out answers and metrics, before and after. Returns the lines of metrics.jsonl."""
+    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
+    before, after = history[0], history[-1]
+    held_out = [sample for sample in samples if sample.get("held_out", True)]
+    answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
+    print("held out: prompt, answer before, answer after")
+    for first, last in list(zip(*answers))[:3]:
+        for text in (first["prompt"], first["completion"], last["completion"]):
+            print(repr(text)[:shutil.get_terminal_size().columns])
     print(f"{'held out':29} before   after")
-    for name, after in history[-1].items():
+    for name in after:
         if name.startswith("eval_"):
-            print(f"{name:28} {history[0][name]:z7.3f} {after:z7.3f}")
+            print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
     return history
 
 
@@ -892,6 +885,6 @@ if __name__ == "__main__":
     except (BadInput, ImportError, torch.OutOfMemoryError) as error:
         advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
         if isinstance(error, torch.OutOfMemoryError):
-            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing"
+            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing on"
         print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)

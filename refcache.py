@@ -20,10 +20,11 @@ import time
 import warnings
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from types import MethodType
 from weakref import WeakSet
@@ -74,8 +75,8 @@ class ReferenceCache(Mapping):
 
     def __iter__(self):
         for prompt, scored in self.table.items():
-            for completion in scored:
-                yield tuple(array("I", prompt)), tuple(array("I", completion))
+            for y in scored:
+                yield tuple(array("I", prompt)), tuple(array("I", y))
 
     def __getitem__(self, key):
         prompt, completion = key
@@ -107,35 +108,32 @@ class ReferenceCache(Mapping):
 
     def missing(self, groups: Groups) -> Groups:
         """What is not scored yet, all completions of a prompt together and each once."""
-        merged: dict[tuple, dict] = {}  # a dict keeps the order of its keys
+        missing: dict[tuple, dict] = {}  # prompt -> completions
         for prompt, completions in groups:
-            merged.setdefault(prompt, {}).update(dict.fromkeys(completions))
-        missing = []
-        for prompt, completions in merged.items():
-            unknown = [completion for completion in completions if (prompt, completion) not in self]
-            if unknown:
-                missing.append((prompt, unknown))
-        return missing
+            scored = self.table.get(bytes_of(prompt), ())
+            unknown = [y for y in completions if bytes_of(y) not in scored]
+            missing.setdefault(prompt, {}).update(dict.fromkeys(unknown))
+        return [(prompt, list(unknown)) for prompt, unknown in missing.items() if unknown]
 
     @torch.no_grad()
     def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
-        """Scores what is missing with `model`. Saves to `path` about every minute, at the end, and on an exception."""
-        if unwrap_model(model) not in PROBED:
-            enable_shared_prompts(model)  # before the groups are packed
-        budget = tokens_per_forward if has_shared_prompts(model) else 0  # 0: one row per completion
+        """Scores all of these. Saves to `path` about every minute, at the end, and on an exception."""
+        budget = tokens_per_forward if enable_shared_prompts(model) else 0  # 0: one row per completion
         todo = []
-        for prompt, completions in self.missing(groups):
+        for prompt, completions in groups:
             for part in pack(list(map(len, completions)), budget - len(prompt)):
                 todo.append((prompt, [completions[i] for i in part]))
         batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
         micros = [[todo[i] for i in indices] for indices, _ in batches]  # longest first: out of memory comes early
-        scores = ((micro, completion_logprobs(model, micro, temperature=temperature)) for micro in micros)
+        scores = ((micro, *to_cpu(completion_logprobs(model, micro, temperature))) for micro in micros)
         total = sum(map(count_tokens, micros))
         new = []
         save_at = time.monotonic() + 60
         try:
             with eval_mode(model), progress_bar(desc="reference", total=total, unit="tok", unit_scale=True) as progress:
-                for micro, logprobs in one_behind(scores):
+                for (micro, logprobs, copied), _ in pairwise(chain(scores, [None])):  # the GPU computes the next
+                    if copied:
+                        copied.synchronize()
                     entries = entries_of(micro, logprobs)
                     new += entries
                     self.add(entries)
@@ -156,12 +154,12 @@ class ReferenceCache(Mapping):
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
         with FileLock(f"{os.path.realpath(path)}.lock"):
-            if Path(path).exists() and stamp_of(path) != self.stamp:
+            if Path(path).exists() and os.stat(path) != self.stamp:
                 self.load(path)
             table = pickle.dumps(self.table, protocol=4)
             header = json.dumps(self.header | {"sha256": hashlib.sha256(table).hexdigest()}) + "\n"
             write_whole(path, [header.encode(), table])
-            self.stamp = stamp_of(path)
+            self.stamp = os.stat(path)
 
     def load(self, path):
         """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged or has another header."""
@@ -184,21 +182,6 @@ class ReferenceCache(Mapping):
             advice = "name another, or delete it if it is an old cache"
             raise BadInput(f"{path} cannot be used, {one_line(error)}: {advice}") from None
         self.add(table.items())  # the job that saved first decides, so a resume finds the same numbers
-
-
-def one_behind(items: Iterable) -> Iterator:
-    """Yields each item when the next one has been made: the GPU computes while results are copied from it."""
-    previous = []
-    for item in items:
-        yield from previous
-        previous = [item]
-    yield from previous
-
-
-def stamp_of(path) -> tuple:
-    """Changes when a file is replaced."""
-    stat = os.stat(path)
-    return stat.st_ino, stat.st_mtime_ns
 
 
 def load_builtins(data: bytes) -> dict:
@@ -225,14 +208,20 @@ def bytes_of(ids: tuple[int, ...]) -> bytes:
     return array("I", ids).tobytes()  # 4 bytes per token, where a tuple of ints takes 36
 
 
-def entries_of(groups: Groups, logprobs: Ragged) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of ReferenceCache.table."""
-    flat = torch.cat([values for group in logprobs for values in group]).cpu()  # one transfer from the GPU
-    if not flat.isfinite().all():
+def to_cpu(logprobs: Ragged) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """All log-probs, (N,), which a GPU has copied when the event happens: its later work is not waited for."""
+    flat = torch.cat([values for group in logprobs for values in group])
+    on_cpu = flat.to("cpu", non_blocking=True)  # pinned: one transfer
+    return on_cpu, torch.cuda.current_stream().record_event() if flat.is_cuda else None
+
+
+def entries_of(groups: Groups, logprobs: torch.Tensor) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Entries of ReferenceCache.table. logprobs: (N,)"""
+    if not logprobs.isfinite().all():
         raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
     entries = []
-    for (prompt, completions), group in zip(groups, ragged(flat, groups)):
-        scored = {bytes_of(completion): values.numpy().tobytes() for completion, values in zip(completions, group)}
+    for (prompt, completions), group in zip(groups, ragged(logprobs, groups)):
+        scored = {bytes_of(y): values.numpy().tobytes() for y, values in zip(completions, group)}
         entries.append((bytes_of(prompt), scored))
     return entries
 
@@ -261,7 +250,7 @@ class Swap:
             if any(all_gather(can_differ)):
                 self.ours[name] = tensor.detach()
                 self.theirs[name] = torch.empty_like(values, device="cpu", pin_memory=tensor.is_cuda)
-        copy(reference_weights, self.theirs)
+        self.load_state_dict(reference_weights)
 
     def __enter__(self):
         self.exchange()
@@ -277,7 +266,9 @@ class Swap:
             mine = local(self.ours[name])
             before = mine.clone()
             mine.copy_(theirs, non_blocking=True)
-            theirs.copy_(before)  # waits for the GPU
+            theirs.copy_(before, non_blocking=True)  # the GPU copies in this order
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # the CPU reads them next
 
     def sync(self, mix: float = 1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
@@ -296,19 +287,11 @@ class Swap:
             state[name] = tensor
         return state
 
+    @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]):
-        copy(state, self.theirs)
-
-
-@torch.no_grad()
-def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]):
-    """Copies the values of `source` into the tensors of `target`, which names a subset of them."""
-    for name, tensor in target.items():
-        tensor = local(tensor)
-        values = local(source[name]).view_as(tensor)  # copy_ alone would broadcast
-        tensor.copy_(values, non_blocking=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        """Copies the weights that are held. `state` may have more."""
+        for name, theirs in self.theirs.items():
+            theirs.copy_(local(state[name]).view_as(theirs))  # copy_ alone would broadcast
 
 
 def structure(model) -> dict:
@@ -331,7 +314,7 @@ def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384, temp
         return reference
     scored = ReferenceCache()
     with reference as model:
-        scored.score(model, groups, tokens_per_forward, temperature)
+        scored.score(model, scored.missing(groups), tokens_per_forward, temperature)
     return scored
 
 
@@ -355,21 +338,16 @@ def checkpoint_digest(name: str) -> str:
 
 # ---- Log-probs -------------------------------------------------------
 
-def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temperature=1.0) -> Ragged:
+def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
 
-    Differentiable. tokens_per_forward bounds a forward (a longer group goes alone): memory and speed, never the result.
-    temperature divides the logits, as in sampling.
+    Differentiable. One forward: micro_batches divides more groups. temperature divides the logits, as in sampling.
     Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
     core = unwrap_model(model)
     check_groups(core, groups)
-    if core not in PROBED:
-        enable_shared_prompts(model)
-    results = {}
+    lay_out = lay_out_shared if enable_shared_prompts(model) else lay_out_padded
     try:
-        for indices, _ in micro_batches(model, groups, tokens_per_forward):
-            lay_out = lay_out_shared if has_shared_prompts(core) else lay_out_padded
-            results.update(zip(indices, forward(core, [groups[i] for i in indices], lay_out, temperature)))
+        return forward(core, groups, lay_out, temperature)
     except CannotShare as error:  # seen only in rows longer than the probe's
         if processes()[1] > 1:  # the others would wait for the forward that failed here
             raise BadInput(f"{one_line(error)}: this model cannot be split over processes") from error
@@ -377,8 +355,7 @@ def completion_logprobs(model, groups: Groups, tokens_per_forward=math.inf, temp
             core.reset_iter_state()  # the error interrupted a forward
         core.set_attn_implementation("sdpa")
         tqdm.write(f"{type(core).__name__}: padded rows from now on, because {error}")
-        return completion_logprobs(model, groups, tokens_per_forward, temperature)
-    return [results[i] for i in range(len(groups))]
+        return completion_logprobs(model, groups, temperature)
 
 
 def check_groups(core, groups: Groups):
@@ -395,7 +372,7 @@ def check_groups(core, groups: Groups):
 
 def forward(core, groups: Groups, lay_out: Callable, temperature=1.0) -> Ragged:
     """One forward of these groups, as lay_out_shared or lay_out_padded arranges them."""
-    inputs, sources, targets = lay_out(groups, core.get_input_embeddings().weight.device)
+    inputs, sources, targets = lay_out(groups, core.device)
     flat_logprobs = core.flat_logprobs if isinstance(core, FSDPModule) else partial(_flat_logprobs, core)
     return ragged(flat_logprobs(inputs, sources, targets, temperature), groups)
 
@@ -476,7 +453,7 @@ def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp: 
     ratios = torch.cat([y for completions in logps for y in completions])  # (N,)
     if ref_logps is not None:
         flat = np.concatenate([ref_logps[prompt, y] for prompt, completions in groups for y in completions])
-        ratios = ratios - to_device(torch.from_numpy(flat), ratios.device)
+        ratios = ratios - to_device(flat, ratios.device)
     if clamp:
         ratios = ratios.clamp(*clamp)
     return ragged(ratios, groups)
@@ -520,18 +497,17 @@ def divide_batches(pack_into: Callable, budget: int, rank: int, ranks: int) -> l
 def pack(lengths: list[int], budget: int, rows: list[int] | None = None) -> list[list[int]]:
     """Indices of items in batches of at most `budget` tokens, longest first. An item is a segment of a flat row or,
     with `rows`, that many rows, padded to the longest row of their batch."""
+    sizes = rows or lengths
     batches = []
-    load = 0  # tokens in the last batch
-    longest = 0  # the first item of a batch is its longest
+    load = 0  # rows or tokens in the last batch
+    width = 1  # tokens of each
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        size = rows[i] * longest if rows else lengths[i]
-        if not batches or load + size > budget:
+        if not batches or (load + sizes[i]) * width > budget:
             batches.append([])
             load = 0
-            longest = lengths[i]
-            size = rows[i] * longest if rows else lengths[i]
+            width = lengths[i] if rows else 1  # the first item of a batch is its longest
         batches[-1].append(i)
-        load += size
+        load += sizes[i]
     return batches
 
 
@@ -620,13 +596,13 @@ def unsharded(model):
     """Keeps whole weights on every GPU: else each generated token would gather them again."""
     parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in parts:
-        module.set_reshard_after_forward(False, recurse=False)
+        module.set_reshard_after_forward(False)
         module.unshard()
     try:
         yield
     finally:
         for module in parts:
-            module.set_reshard_after_forward(True, recurse=False)
+            module.set_reshard_after_forward(True)
             module.reshard()
 
 
@@ -664,9 +640,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 # ---- What a model can do: found out once, when it is loaded ----------
 
 def enable_shared_prompts(model) -> bool:
-    """Switches this model's attention so that completions share their prompt, if that is exact, and prints the result.
-    completion_logprobs calls it if you did not. Raises BadInput for a model whose log-probs cannot be computed here."""
+    """Switches this model's attention so that completions share their prompt, if that is exact. Prints the result once
+    and returns it. completion_logprobs calls it. Raises BadInput if it cannot compute this model's log-probs."""
     core = unwrap_model(model)
+    if core in PROBED:
+        return has_shared_prompts(core)
     name = type(core).__name__.removeprefix("FSDP")
     own_attention = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
     if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
@@ -715,6 +693,17 @@ def switch_attention(core):
 
 def has_shared_prompts(model) -> bool:
     return unwrap_model(model).config._attn_implementation == SHARED
+
+
+def memory_share(model, tokens_per_forward: int) -> float:
+    """Prints the GPU memory of a step, from that of one forward. Returns it as a share of the GPU's."""
+    weights = torch.cuda.memory_allocated()
+    logprobs = completion_logprobs(model, [((1,) * 64, [(1,)])])  # noqa: F841  keeps what a backward pass needs
+    activations = (torch.cuda.memory_allocated() - weights) / 64 * tokens_per_forward
+    trained = sum(local(weight).nbytes for weight in model.parameters() if weight.requires_grad)
+    *parts, size = (n / 1e9 for n in (weights, 3 * trained, activations, torch.cuda.mem_get_info()[1]))
+    print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts), f"of {size:.1f} on the GPU")
+    return sum(parts) / size
 
 
 def probe(core, lay_out: Callable, cut=False) -> tuple[float, torch.dtype]:
@@ -783,8 +772,9 @@ AttentionInterface.register(SHARED, shared_prompt_attention)
 AttentionMaskInterface.register(SHARED, shared_prompt_mask)
 
 
-def to_device(tensor: torch.Tensor, device) -> torch.Tensor:
-    """Copies a CPU tensor, to a GPU without waiting for its kernels."""
+def to_device(values, device) -> torch.Tensor:
+    """Copies a list, an array or a CPU tensor, to a GPU without waiting for its kernels."""
+    tensor = torch.as_tensor(values)
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -811,9 +801,9 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
             key_ends.append(key_ends[-1] + len(prompt) + len(y))
     sizes_q, sizes_k = np.diff(query_ends).tolist(), np.diff(key_ends).tolist()  # on the CPU: no GPU sync
     cu_seq_q, cu_seq_k = to_device(torch.tensor([query_ends, key_ends], dtype=torch.int32), device)  # (spans + 1,)
-    ids, positions = to_device(torch.from_numpy(np.stack([ids, np.concatenate(positions)])), device)  # (T,)
-    sources, targets = to_device(torch.from_numpy(np.stack([np.concatenate(sources), targets])), device)  # (N,)
-    keys = to_device(torch.from_numpy(np.concatenate(keys)), device) if len(ids) < key_ends[-1] else None  # (T_k,)
+    ids, positions = to_device(np.stack([ids, np.concatenate(positions)]), device)  # (T,)
+    sources, targets = to_device(np.stack([np.concatenate(sources), targets]), device)  # (N,)
+    keys = to_device(np.concatenate(keys), device) if len(ids) < key_ends[-1] else None  # (T_k,)
     # without a mask of ones, transformers treats restarting positions as packed sequences and masks the prompts
     ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(ids))
     spans = None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)
@@ -822,15 +812,13 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
 
 def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """The same as a right-padded batch, a row per completion: exact for every causal model."""
-    rows = [torch.tensor(prompt + y) for prompt, completions in groups for y in completions]
-    ids = to_device(pad_sequence(rows, batch_first=True, padding_value=-1), device)
+    rows = [(prompt, y) for prompt, completions in groups for y in completions]
+    padded = pad_sequence([torch.tensor(prompt + y) for prompt, y in rows], batch_first=True, padding_value=-1)
+    ids = to_device(padded, device)
     sources, targets = [], []
-    row_start = 0
-    for prompt, completions in groups:
-        for y in completions:
-            first = row_start + len(prompt) - 1  # the shift by one: the token before predicts it
-            sources += range(first, first + len(y))
-            targets += y
-            row_start += ids.shape[1]
-    sources, targets = to_device(torch.tensor([sources, targets]), device)
+    for row, (prompt, y) in enumerate(rows):
+        first = row * ids.shape[1] + len(prompt) - 1  # the shift by one: the token before predicts it
+        sources += range(first, first + len(y))
+        targets += y
+    sources, targets = to_device([sources, targets], device)
     return dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long()), sources, targets

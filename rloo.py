@@ -8,18 +8,19 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     python rloo.py  # the demo
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful
 
-A prompt is encoded once for its k samples. A killed run resumes if its command is repeated.
+A prompt is encoded once for its k samples.
 
 Data      rows `prompt`, a string or chat messages, and any columns for the reward:
           {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
           A reward is a function(prompts, completions, **columns) -> a float or None per completion.
 Shapes    B prompts per step, k samples each, T tokens in the longest: rewards and advantages are (B, k); log-probs of
           tokens are (B, k, T), 0 after the end of a sample. b: prompts in a micro-batch.
-Metrics   reward, reward_std: over all samples, before clipping and KL | rewards/NAME: of one function |
+Metrics   reward, reward_std: over all samples, before KL | rewards/NAME: of one function |
           frac_reward_zero_std: fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
           per token | completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss |
           clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token |
-          grad_norm | learning_rate | seconds | tokens_per_second | eval_*: of one sample per held-out prompt
+          grad_norm | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU | eval_*: of one sample
+          per held-out prompt
 """
 import csv
 import hashlib
@@ -44,21 +45,22 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+import transformers
 import tyro
 from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, DynamicLayer,
-    TopKLogitsWarper, TopPLogitsWarper)
+    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, DynamicLayer)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
     context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts,
-    micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded, unwrap_model, write_whole)
+    memory_share, micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded,
+    unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -69,6 +71,8 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
+MAY_CHANGE = ("out ref_cache save_every eval_every samples tokens_per_forward rollout_tokens "
+              "gradient_checkpointing").split()  # when a run is resumed
 
 
 @dataclass
@@ -85,7 +89,6 @@ class Args:
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed
     reward_model: str | None = None  # classifier with one output: folder or hub name
     reward_weights: tuple[float, ...] = ()  # of the functions, then the model; empty: 1 each
-    reward_clip: tuple[float, float] | None = None  # range of the total reward, before KL
 
     ref: Literal["swap", "live"] = "swap"  # see README
     ref_model: str | None = None  # None: the policy before training
@@ -94,7 +97,7 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or layer names, as a regular expression
+    lora_target: str = "all-linear"  # or names of layers: q_proj,v_proj
 
     k: int = 4  # samples per prompt
     beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
@@ -102,8 +105,6 @@ class Args:
     clip_eps: float = 0.2  # the ratio is clipped to 1 ± clip_eps
     mask_truncated: bool = False  # leave out samples without EOS, also from the baseline
     temperature: float = 1.0  # of sampling, and of all log-probs
-    top_p: float = 1.0  # of sampling; log-probs are of the full distribution
-    top_k: int = 0  # of sampling, likewise; 0: off
     max_new_tokens: int = 128  # per sample
 
     epochs: float = 1.0  # passes over the data
@@ -119,10 +120,9 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     rollout_tokens: int = 65536  # places in the key-value cache; likewise
-    gradient_checkpointing: bool = False  # likewise
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
     save_every: int = 50  # steps between checkpoints; 0: none
-    model_every: int | None = None  # steps between models, written to out/model-STEP
     eval_every: int | None = None  # steps between evaluations; None: before and after only
 
 
@@ -160,19 +160,13 @@ class Row(NamedTuple):
     columns: dict  # of the file: the prompt, and what the reward needs
 
 
-class Sample(NamedTuple):
-    tokens: tuple[int, ...]
-    logps: tuple[float, ...]  # of the sampler
-    entropy: float  # summed over tokens
-
-
 class Samples(NamedTuple):
     groups: list  # [(prompt, [y_1 .. y_k]), ..] for B prompts: token ids, with stop tokens
     texts: list[list[str]]  # k per prompt
     mask: torch.Tensor  # (B, k, T) bool: whether the sample has a token t
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
     logps: torch.Tensor  # (B, k, T): of the sampler, 0 after the end
-    entropy: torch.Tensor  # (B, k)
+    entropy: torch.Tensor  # (B, k): summed over tokens
 
 
 def token_logprobs(model, groups: list, T: int, args: Args) -> torch.Tensor:
@@ -262,7 +256,7 @@ def main(args: Args) -> list[dict]:
         raise BadInput("--k must be at least 2")
     args = resolve(args, new_tokens=args.max_new_tokens)
     out = Path(args.out)
-    lock = lock_folder(out, args)
+    lock = lock_folder(out)
 
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
@@ -296,14 +290,17 @@ def main(args: Args) -> list[dict]:
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
+        torch.manual_seed(args.seed + step)  # for a resumed run
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
         rewards, reward_means = compute_rewards(samples, rows, functions)
         values = {"step": step, **metrics(samples, rewards), **reward_means}
         log_samples(out, step, False, samples, rows, rewards)
-        if args.reward_clip:
-            rewards = rewards.clamp(*args.reward_clip)
+        if step == 10 and values["frac_reward_zero_std"] == 1:
+            progress.write("All samples of each prompt have equal rewards: nothing is learned.")
+        if step == 1 and not samples.ended.any():
+            stops = tokenizer.convert_ids_to_tokens(stop_tokens(policy, tokenizer))
+            progress.write(f"No sample ends: does the template end turns with one of {stops}?")
         if args.mask_truncated:
             rewards = torch.where(samples.ended, rewards, math.nan)
 
@@ -337,12 +334,12 @@ def main(args: Args) -> list[dict]:
             reference.sync(args.sync_mix)
         values["seconds"] = time.monotonic() - began
         values["tokens_per_second"] = count_tokens(samples.groups) / values["seconds"]
+        if device == "cuda":
+            values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
         append(out / "metrics.jsonl", [values])
-        if args.model_every and step % args.model_every == 0:
-            save_model(policy, tokenizer, out / f"model-{step}")
         if step == steps or (args.save_every and step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
@@ -350,10 +347,7 @@ def main(args: Args) -> list[dict]:
     save_model(policy, tokenizer, out / "model")
     print(f"{steps} steps of {batch_size} × {args.k} samples; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
-    history = report(out)
-    if all(values["frac_reward_zero_std"] == 1 for values in history[1:]):
-        print("A prompt's samples always had equal rewards: nothing was learned.")
-    return history
+    return report(out)
 
 
 # ---- Sampling --------------------------------------------------------
@@ -362,37 +356,34 @@ def main(args: Args) -> list[dict]:
 def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Samples:
     """y_1 .. y_k ~ π(·|x) of (1). Token t of sample i of prompt b is drawn with the uniform number u[b, i, t], which
     depends on seed and step: batching changes no sample."""
-    u = torch.from_numpy(generator(args.seed, "rollout", step).random((len(prompts), k, args.max_new_tokens)))
+    shape = (len(prompts), k, args.max_new_tokens)
+    u = torch.from_numpy(generator(args.seed, "rollout", step).random(shape))
     core = unwrap_model(policy)
     stops = stop_tokens(core, tokenizer)
+    lengths = [len(prompt) + args.max_new_tokens for prompt in prompts]
+    budget = args.rollout_tokens if has_shared_prompts(policy) else 0  # 0: one by one, padding could change samples
+    batches = divide_batches(partial(pack, lengths, rows=[k] * len(prompts)), budget, *processes())
 
-    def batches(budget):
-        if not has_shared_prompts(policy):
-            return [[i] for i in range(len(prompts))]  # padding could change samples
-        return pack([len(prompt) + args.max_new_tokens for prompt in prompts], budget, [k] * len(prompts))
-
-    drawn = {}  # index of a prompt -> k samples
+    tokens = torch.zeros(shape, dtype=torch.long, device=core.device)
+    logps = torch.zeros(shape, device=core.device)
+    entropy = torch.zeros(shape[:2], device=core.device)
     with unsharded(policy):
-        parts = divide_batches(batches, args.rollout_tokens, *processes())
-        for batch in progress_bar(parts, desc="sample", unit="batch"):
+        for batch in progress_bar(batches, desc="sample", unit="batch"):
             if batch:
-                batch_prompts = [prompts[i] for i in batch]
-                drawn |= zip(batch, decode(core, batch_prompts, u[batch].to(policy.device), stops, args))
-    drawn = {i: samples for part in all_gather(drawn) for i, samples in part.items()}
-    drawn = [drawn[i] for i in range(len(prompts))]
-
-    completions = [[sample.tokens for sample in samples] for samples in drawn]
-    lengths = torch.tensor([[len(y) for y in ys] for ys in completions])
-    mask = torch.arange(lengths.max()) < lengths[..., None]
-    logps = torch.zeros(mask.shape)
-    logps[mask] = torch.tensor([logp for samples in drawn for sample in samples for logp in sample.logps])
+                drawn = decode(core, [prompts[i] for i in batch], u[batch].to(core.device), stops, args)
+                places = to_device(torch.tensor(batch), core.device)  # without waiting for the GPU
+                tokens[places], logps[places], entropy[places] = drawn
+    tokens, logps, entropy = (all_reduce(tensor).cpu() for tensor in (tokens, logps, entropy))
+    mask = tokens >= 0
+    T = mask.sum(dim=2).max()
+    completions = [[tuple(y[y >= 0].tolist()) for y in ys] for ys in tokens]
     return Samples(
         groups=list(zip(prompts, completions)),
         texts=[tokenizer.batch_decode(ys, skip_special_tokens=True) for ys in completions],
-        mask=mask,
+        mask=mask[..., :T],
         ended=torch.tensor([[y[-1] in stops for y in ys] for ys in completions]),
-        logps=logps,
-        entropy=torch.tensor([[sample.entropy for sample in samples] for samples in drawn]),
+        logps=logps[..., :T],
+        entropy=entropy,
     )
 
 
@@ -416,8 +407,9 @@ class GrowingLayer(DynamicLayer):
         self.room = None
 
 
-def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> list[list[Sample]]:
-    B, k, T = u.shape  # k samples for each prompt
+def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> tuple[torch.Tensor, ...]:
+    """Samples of some prompts: tokens (B, k, T), -1 after the end; log-probs (B, k, T), 0 after it; entropy (B, k)."""
+    B, k, T = u.shape
     device = core.device
     stops = torch.tensor(stops, dtype=torch.long, device=device)
     share = has_shared_prompts(core)
@@ -431,31 +423,32 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
         out = core(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
                    logits_to_keep=1)
         cache.batch_repeat_interleave(k)
-        logits = out.logits[:, -1].repeat_interleave(k, 0)
+        out.logits = out.logits.repeat_interleave(k, 0)
         mask = mask.repeat_interleave(k, 0)
     else:
         out = core(input_ids=ids.repeat_interleave(k, 0), use_cache=True)
-        logits = out.logits[:, -1]
+    logits = out.logits[:, -1]
     positions = positions[:, -1:].repeat_interleave(k, 0)
     cache = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
 
     u = u.flatten(0, 1)  # (B · k, T), as all that follows
-    tokens = torch.zeros(B * k, T, dtype=torch.long, device=device)
+    tokens = torch.full((B * k, T), -1, device=device)
     logps, entropies = torch.zeros(2, B * k, T, device=device)
-    lengths = torch.full((B * k,), T, device=device)
     rows = torch.arange(B * k, device=device)  # the samples in the rows of the cache
+    alive = rows >= 0
     for t in range(T):
-        token, logps[rows, t], entropies[rows, t] = draw(logits, u[rows, t], args.temperature, args.top_p, args.top_k)
-        tokens[rows, t] = token
-        lengths[rows] = torch.where(torch.isin(token, stops), lengths[rows].clamp(max=t + 1), lengths[rows])
-        alive = lengths[rows] > t + 1
+        token, logp, entropy = draw(logits, u[rows, t], args.temperature)
+        tokens[rows, t] = torch.where(alive, token, -1)
+        logps[rows, t] = torch.where(alive, logp, 0.0)
+        entropies[rows, t] = torch.where(alive, entropy, 0.0)
+        alive = alive & ~torch.isin(token, stops)
         unfinished = alive.sum().item()  # waits for the GPU
-        if not unfinished:
+        if not unfinished or t == T - 1:
             break
         if share and unfinished <= 0.75 * len(rows):  # together: each removal copies the cache
             stay = alive.nonzero()[:, 0]
             cache["past_key_values"].batch_select_indices(stay)
-            rows, mask, positions, token = rows[stay], mask[stay], positions[stay], token[stay]
+            rows, mask, positions, token, alive = (x[stay] for x in (rows, mask, positions, token, alive))
         positions = positions + 1
         inputs = {"input_ids": token[:, None], "position_ids": positions}
         if share:
@@ -463,26 +456,16 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
             inputs["attention_mask"] = mask
         logits = core(**inputs, **cache, use_cache=True).logits[:, -1]
 
-    is_late = torch.arange(T, device=device) >= lengths[:, None]  # (B · k, T): after the end
-    entropies = entropies.masked_fill(is_late, 0.0).sum(1).tolist()
-    columns = zip(lengths.tolist(), tokens.tolist(), logps.tolist(), entropies)
-    samples = [Sample(tuple(y[:length]), tuple(logp[:length]), entropy) for length, y, logp, entropy in columns]
-    return [samples[i:i + k] for i in range(0, B * k, k)]
+    return tokens.view(B, k, T), logps.view(B, k, T), entropies.sum(dim=1).view(B, k)
 
 
-def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0, top_p=1.0, top_k=0) -> tuple[torch.Tensor, ...]:
-    """(n, V) logits, (n,) uniform numbers -> (n,) tokens, their log-probs, and entropies: before top_k and top_p."""
+def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.Tensor, ...]:
+    """(n, V) logits, (n,) uniform numbers -> (n,) tokens, their log-probs, and entropies."""
     logps = torch.log_softmax(logits.float() / temperature, dim=-1)
-    kept = logps
-    if top_k:
-        kept = TopKLogitsWarper(top_k)(None, kept)
-    if top_p < 1:
-        kept = TopPLogitsWarper(top_p)(None, kept)
-    full_probs = logps.exp()
-    entropy = -(full_probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
-    probs = full_probs if kept is logps else kept.softmax(-1)
+    probs = logps.exp()
+    entropy = -(probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
-    token = torch.searchsorted(cdf, u[:, None].to(cdf.dtype) * cdf[:, -1:], right=True)  # right: never probability 0
+    token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)  # right: never probability 0
     token = token.clamp(max=probs.shape[-1] - 1)
     return token[:, 0], logps.gather(-1, token)[:, 0], entropy
 
@@ -519,9 +502,8 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     means = {}
     for name, function, weight in functions:
         values = function(**deepcopy(inputs)) if repeated else []  # a function may change its arguments
-        if values is None or len(values) != len(repeated):
-            raise BadInput(f"{name} gave {values} for {len(repeated)} completions: is a return missing?")
-        values = [math.nan if value is None else float(value) for value in values]
+        pairs = zip(values, repeated, strict=True)
+        values = [math.nan if value is None else float(value) for value, _ in pairs]
         values = torch.tensor([value for part in all_gather(values) for value in part])  # (B · k,)
         if values.isinf().any():
             raise BadInput(f"{name} gave an infinite reward: None would leave a completion out")
@@ -667,9 +649,10 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
 
     kept = 0
     lengths = []
+    same = {}  # one object for equal ids: 8 bytes per token instead of 40
     all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
     for texts, columns in rows:
-        prompt, *sequences = [tuple(next(all_ids)) for _ in texts]
+        prompt, *sequences = [tuple(same.setdefault(i, i) for i in next(all_ids)) for _ in texts]
         begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
         answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
         short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
@@ -770,13 +753,7 @@ def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
     plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     bos = full[:full.index(plain[0])] if add_bos else []
     for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
-        part = texts[start:start + 1024]
-        if tokenizer.is_fast:  # without its padding and truncation
-            encodings = tokenizer.backend_tokenizer.encode_batch_fast(part, add_special_tokens=False)
-            part_ids = [encoding.ids for encoding in encodings]
-        else:
-            part_ids = tokenizer(part, add_special_tokens=False, verbose=False).input_ids
-        for ids in part_ids:
+        for ids in tokenizer(texts[start:start + 1024], add_special_tokens=False, verbose=False).input_ids:
             yield ids if ids[:len(bos)] == bos else bos + ids
 
 
@@ -799,8 +776,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
 
 def stop_tokens(core, tokenizer) -> list[int]:
     """The ids that end a completion."""
-    stops = core.generation_config.eos_token_id
-    stops = stops if isinstance(stops, list) else [stops]
+    stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # it is a number, a list or None
     return sorted({tokenizer.eos_token_id, *stops} - {None})
 
 
@@ -819,11 +795,13 @@ def load_model(name: str, device: str, args, trains: bool = False):
     model.eval().to(device)
     if trains_all:
         model.float()
-    if trains and args.gradient_checkpointing:
+    enable_shared_prompts(model)
+    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward) > 0.85
+    if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
+        print("gradient checkpointing is on")
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
                 layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    enable_shared_prompts(model)
     return model
 
 
@@ -839,8 +817,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     import peft
     if folder is None:
+        target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
-                                 target_modules=args.lora_target)
+                                 target_modules=target)
         return peft.get_peft_model(model, config)
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
@@ -849,10 +828,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     for name, module in model.named_modules():
         if trains and name.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads into a copy of it: must be float32
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
-                                              autocast_adapter_dtype=trains)  # float32 weights train
+    warnings.filterwarnings("error", "Found missing adapter keys")
+    return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
+                                          autocast_adapter_dtype=trains)  # float32 weights train
 
 
 def load_reference(policy, device: str, args):
@@ -885,7 +863,14 @@ def resolve(args, new_tokens: int = 0):
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
-    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
+    config = AutoConfig.from_pretrained(base_of(args.model))
+    if args.lora_r and args.lora_target != "all-linear":
+        with torch.device("meta"):
+            names = [f".{name}" for name, _ in AutoModelForCausalLM.from_config(config).named_modules()]
+        for target in args.lora_target.split(","):
+            if not any(name.endswith(f".{target}") for name in names):
+                raise BadInput(f"--lora_target {target}: {args.model} has no such layer")
+    context = context_length(config)
     if args.max_new_tokens >= context:
         raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
     return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
@@ -926,7 +911,7 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def lock_folder(out: Path, args) -> FileLock:
+def lock_folder(out: Path) -> FileLock:
     """Creates and locks the output folder."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / "model").exists():
@@ -941,10 +926,8 @@ def lock_folder(out: Path, args) -> FileLock:
 
 
 def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """What a run and its checkpoint must have in common."""
-    may_change = ("out ref_cache save_every model_every eval_every samples tokens_per_forward rollout_tokens "
-                  "gradient_checkpointing").split()
-    run = {name: value for name, value in asdict(args).items() if name not in may_change}
+    """Flags, versions, and digests of all that a run reads."""
+    run = asdict(args) | {"torch": torch.__version__, "transformers": transformers.__version__}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
     run["weights"] = {name: checkpoint_digest(name) for name in models}
     run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
@@ -964,13 +947,12 @@ def digest_of(items: list) -> str:
 
 def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
-    weights = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
-    for weight in weights.values():
+    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    for weight in state.values():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
-    state = {name: weight.detach() for name, weight in weights.items()}
-    for name, weight in weights.items():
+    for name, weight in list(state.items()):
         state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
     return state
 
@@ -978,8 +960,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
     folder = out / f"resume-{step}"
-    if processes()[0] == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed save
+    shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
@@ -997,14 +978,15 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
     checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
     saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
-    differing = [name for name in run if saved["run"].get(name) != run[name]]
-    code = [name for name in differing if name.endswith(".py")]  # an edited script may go on
+    differing = [name for name in run if saved["run"].get(name) != run[name] and name not in MAY_CHANGE]
+    code = [name for name in differing if name.endswith((".py", "torch", "transformers"))]  # edited code may go on
     if differing != code:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
     if saved["step"]:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
         print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
     if processes()[0] == 0:
+        write_whole(out / "args.json", [json.dumps(run, indent=1).encode()])
         for name, size in saved["log_sizes"].items():
             (out / name).touch()
             os.truncate(out / name, size)
@@ -1018,12 +1000,19 @@ def append(path: Path, lines: list[dict]):
 
 
 def report(out: Path) -> list[dict]:
-    """Prints held-out metrics before and after. Returns the lines of metrics.jsonl."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Prints held-out answers and metrics, before and after. Returns the lines of metrics.jsonl."""
+    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
+    before, after = history[0], history[-1]
+    held_out = [sample for sample in samples if sample.get("held_out", True)]
+    answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
+    print("held out: prompt, answer before, answer after")
+    for first, last in list(zip(*answers))[:3]:
+        for text in (first["prompt"], first["completion"], last["completion"]):
+            print(repr(text)[:shutil.get_terminal_size().columns])
     print(f"{'held out':29} before   after")
-    for name, after in history[-1].items():
+    for name in after:
         if name.startswith("eval_"):
-            print(f"{name:28} {history[0][name]:z7.3f} {after:z7.3f}")
+            print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
     return history
 
 
@@ -1047,6 +1036,6 @@ if __name__ == "__main__":
     except (BadInput, ImportError, torch.OutOfMemoryError) as error:
         advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
         if isinstance(error, torch.OutOfMemoryError):
-            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing"
+            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing on"
         print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
         sys.exit(2)

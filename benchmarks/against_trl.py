@@ -171,7 +171,8 @@ def write_orders(args: Args, shape: str) -> list:
     """Writes TRL's rows in the order of main(). Returns the rows of dpo.py."""
     pairs = read_rows(dpo, settings(args, shape, "dpo"))
     given = settings(args, shape, "kto")
-    feedback, _ = kto.draw_others(read_rows(kto, given), [], given)  # y', the answers to other prompts
+    feedback = read_rows(kto, given)
+    feedback = kto.draw_others(feedback, feedback, given)  # y', the answers to other prompts
     names = dict(prompt="prompt_ids", chosen="chosen_ids", rejected="rejected_ids", completion="completion_ids",
                  other="KL_completion_ids", is_desirable="label")
     for work, rows, n in (("reference", pairs, 0), ("dpo", pairs, 1), ("kto", feedback, 2)):

@@ -11,16 +11,13 @@ struct Guard final : impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
   Stream exchangeStream(Stream) const noexcept override { return getStream(gpu); }
 };
 static Guard guard;
-namespace at {
-struct CUDAHooks : CUDAHooksInterface {
-  CUDAHooks(CUDAHooksArgs) {}
+struct Hooks final : at::CUDAHooksInterface {
   void init() const override {}
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return false; }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks)
-}
 __attribute__((constructor)) static void install() {
   impl::device_guard_impl_registry[(int)DeviceType::CUDA].store(&guard);
+  new (const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks())) Hooks();  // torch may have asked
 }

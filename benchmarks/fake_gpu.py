@@ -212,6 +212,7 @@ def pretend(gpu: FakeGPU):
     """What torch asks of CUDA outside of operators, until this process ends."""
     stream = MagicMock()  # or event
     stream.return_value.synchronize.side_effect = lambda: gpu.wait("event")
+    stream.return_value.record_event.return_value = stream()
     answers = dict(
         is_available=True, device_count=1, current_device=0, is_bf16_supported=True, get_device_capability=(9, 0),
         get_device_properties=SimpleNamespace(total_memory=gpu.size, name="simulated"), current_stream=stream(),
@@ -220,6 +221,8 @@ def pretend(gpu: FakeGPU):
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.Stream = torch.cuda.Event = stream
     torch.cuda.synchronize = lambda *_: gpu.wait("synchronize")
+    torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = lambda *_: gpu.memory
+    torch.cuda.mem_get_info = lambda *_: (gpu.size, gpu.size)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device="cuda") is made on the CPU, then copied
     torch.Tensor.pin_memory = pin
     torch.Tensor.record_stream = lambda *_: None

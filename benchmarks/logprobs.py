@@ -5,11 +5,12 @@
     python benchmarks/logprobs.py --tiny                         # does it run?
 
 step        forward + backward of a batch: k completions that share their prompt, against a prompt for each
-tokenize    load_rows of dpo.py
+tokenize    load_rows of dpo.py: seconds, and the memory that its rows keep
 missing     ReferenceCache.missing, which every start of a run calls: with an empty cache, and with a full one
 
 Models are random. The ways alternate in one process. Seconds: CPU seconds of one thread, medians (lowest to highest).
 """
+import ctypes
 import json
 import os
 import tempfile
@@ -22,7 +23,7 @@ from typing import Annotated, Literal
 import numpy as np
 import torch
 import tyro
-from against_trl import DEVICE, NAMES, ROOT, SHAPES, clock, dpo, read_rows, spread
+from against_trl import DEVICE, NAMES, ROOT, SHAPES, clock, dpo, peak_gib, read_rows, spread
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
@@ -95,7 +96,7 @@ def tokenize(args: Args):
     rng = np.random.default_rng(0)
     words = [word for word in (ROOT / "demo/score.py").read_text().split() if word.isalpha()]
     cores = len(os.sched_getaffinity(0))
-    print("| pairs | cores | seconds |\n|---|---|---|")
+    print("| pairs | cores | seconds | bytes per token |\n|---|---|---|---|")
     for pairs in args.loaded_pairs:
         with tempfile.TemporaryDirectory() as folder:
             with open(f"{folder}/pairs.jsonl", "w") as file:
@@ -104,12 +105,16 @@ def tokenize(args: Args):
                     row = {"prompt": f"{number} {prompt}", "chosen": f" a {chosen}", "rejected": f" b {rejected}"}
                     file.write(json.dumps(row) + "\n")
             given = dpo.Args(model=f"{ROOT}/demo/model", data=f"{folder}/pairs.jsonl")
-            seconds = []
+            seconds, sizes = [], []
             for _ in range(args.rounds):
-                begin = time.perf_counter()
-                assert len(read_rows(dpo, given)) == pairs
+                before, begin = peak_gib(now=True), time.perf_counter()
+                rows = read_rows(dpo, given)
                 seconds.append(time.perf_counter() - begin)
-        print(f"| {pairs:,} | {cores} | {spread(seconds)} |", flush=True)
+                ctypes.CDLL(None).malloc_trim(0)
+                sizes.append(2**30 * (peak_gib(now=True) - before) / dpo.count_tokens(dpo.groups(rows)))
+                assert len(rows) == pairs
+                del rows
+        print(f"| {pairs:,} | {cores} | {spread(seconds)} | {max(sizes):.1f} |", flush=True)
 
 
 def missing(args: Args):

@@ -3,8 +3,7 @@
     python benchmarks/plot.py out/dpo                                       # the folder of any run's --out
     python benchmarks/plot.py out/a out/b --metrics loss eval_score --out curves.png
 
-Metrics that are 0 in all runs are left out. --smooth s draws an exponential moving average, the mean of about
-1 / (1 − s) steps, and thin lines as logged. Metrics of few steps, such as eval_*, get dots and no smoothing.
+Metrics that are 0 in all runs are left out. Metrics of few steps, such as eval_*, get dots.
 """
 import json
 import math
@@ -27,7 +26,6 @@ class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]  # folders with a metrics.jsonl
     metrics: tuple[str, ...] = ()  # panels; none: what the runs have of the usual ones
     out: str = "curves.png"
-    smooth: float = 0.0  # weight of the past in the moving average; 0: none
 
 
 def import_pyplot():
@@ -45,17 +43,11 @@ def save(figure, path: str):
     Image.open(path).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 
-def draw(panel, lines: list[dict], name: str, colour: str, smooth: float):
+def draw(panel, lines: list[dict], name: str, colour: str):
     """One run's line in one panel. Returns its handle for the legend."""
     steps, values = ([line[key] for line in lines if name in line] for key in ("step", name))
-    few = len(steps) < 20
-    if smooth and not few:
-        panel.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
-        total = norm = 0.0  # total / norm is a mean of the steps so far: no pull towards 0 at the beginning
-        for n, value in enumerate(values):
-            total, norm = smooth * total + value, smooth * norm + 1
-            values[n] = total / norm
-    return panel.plot(steps, values, color=colour, linewidth=1.6, marker="o" if few else None, markersize=3.5)[0]
+    marker = "o" if len(steps) < 20 else None
+    return panel.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=3.5)[0]
 
 
 def print_table(runs: list[list[dict]]):
@@ -80,7 +72,7 @@ def main(args: Args):
     rows = math.ceil(len(names) / columns)
     figure, panels = plt.subplots(rows, columns, figsize=(3.4 * columns, 2.3 * rows + 0.4), squeeze=False)
     for panel, name in zip(panels.flat, names):
-        handles = [draw(panel, lines, name, COLOURS[n % 7], args.smooth) for n, lines in enumerate(runs)]
+        handles = [draw(panel, lines, name, COLOURS[n % 7]) for n, lines in enumerate(runs)]
         panel.set(title=name, xlabel="step")
     for panel in panels.flat[len(names):]:
         panel.axis("off")

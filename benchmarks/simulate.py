@@ -123,7 +123,7 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
 
     call_after_steps(script, end_of_step)
     nothing = ("report", "save_checkpoint", "save_model", "check_agreement", "barrier")
-    replaced = {name: lambda *_: [] for name in nothing} | dict(
+    replaced = {name: lambda *_: [{}] for name in nothing} | dict(
         load_data=lambda *_: (rows, []), probe=passing_probe,
         batch_rows=lambda step, rows, *_: rows, processes=lambda: (0, args.processes),
         all_gather=lambda mine: [mine] * args.processes,
@@ -183,7 +183,7 @@ def cards(args: Args):
     print(f"| model | GPUs | flags | loading GB | step GB | ms on {args.gpu} |\n" + "|---" * 6 + "|", flush=True)
     for model in ("Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen3-8B"):
         for processes, flags in ((1, ["--lora_r", "16"]), (1, []), (8, [])):
-            for more in ([], ["--gradient_checkpointing"]):
+            for more in (["--gradient_checkpointing", "off"], ["--gradient_checkpointing", "on"]):
                 given = replace(args, what="dpo", model=model, processes=processes)
                 with multiprocessing.get_context("spawn").Pool(1) as fresh:
                     found = fresh.apply(run, (given, flags + more))
@@ -203,7 +203,7 @@ def main(args: Args, flags: list[str]):
     report(args, ["--ref", "swap"])
     report(replace(args, tokens=2000), ["--ref", "swap"])
     report(replace(args, what="kto"), [])
-    report(replace(args, what="rloo", tokens=300), ["--k", "2", "--max_new_tokens", "4"])
+    report(replace(args, what="rloo", tokens=300), ["--k", "2", "--max_new_tokens", "2"])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ import os
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,8 +19,22 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that fork come first: training in bfloat16 starts threads, with which a fork may hang."""
-    items.sort(key=lambda item: item.path.name not in ("test_processes.py", "test_resume.py"))
+    """Tests that fork come first: threads of bfloat16 may hang a fork; a GPU is simulated only before any backward."""
+    first = ["test_simulate.py", "test_processes.py", "test_resume.py"]
+    items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
+
+
+def remembered(function, folder_at):
+    """The function, called once for each content of the folder that is its argument number `folder_at`."""
+    results = {}
+
+    def call(*inputs):
+        files = sorted(Path(inputs[folder_at]).glob("*"))
+        key = *map(str, inputs), os.getcwd(), *((str(file), file.stat().st_mtime_ns) for file in files)
+        if key not in results:
+            results[key] = function(*inputs)
+        return deepcopy(results[key])
+    return call
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -30,20 +45,14 @@ def each_model_is_loaded_and_probed_once():
     import kto
     import refcache
     import rloo
-    load, enable, probe = dpo.load_checkpoint, dpo.enable_shared_prompts, refcache.probe
-    loaded, probed = {}, {}
-
-    def load_checkpoint(kind, name, *dtype):
-        stamps = [(str(file), file.stat().st_mtime_ns) for file in sorted(Path(name).glob("*"))]
-        key = kind, os.path.abspath(name), dtype, str(stamps)
-        if key not in loaded:
-            loaded[key] = load(kind, name, *dtype)
-        return deepcopy(loaded[key])
+    import torch
+    load, enable, probe, tokenizers = dpo.load_checkpoint, dpo.enable_shared_prompts, refcache.probe, dpo.AutoTokenizer
+    probed = {}
 
     def remembered_probe(core, lay_out, **options):
         kinds = sorted({(type(module).__name__, str(getattr(module, "scaling", ""))) for module in core.modules()})
         dtypes = sorted({str(weight.dtype) for weight in core.parameters()})
-        key = core.config.to_json_string(), str((kinds, dtypes, lay_out, options))
+        key = str((core.config.to_dict(), kinds, dtypes, lay_out, options))
         if key not in probed:
             probed[key] = probe(core, lay_out, **options)
         return probed[key]
@@ -54,11 +63,22 @@ def each_model_is_loaded_and_probed_once():
             return enable(model)
 
     with pytest.MonkeyPatch.context() as patch:
+        replaced = dict(load_checkpoint=remembered(load, 1), enable_shared_prompts=enable_shared_prompts,
+                        AutoTokenizer=SimpleNamespace(from_pretrained=remembered(tokenizers.from_pretrained, 0)))
         for script in (dpo, kto, rloo):
-            patch.setattr(script, "load_checkpoint", load_checkpoint)
-            patch.setattr(script, "enable_shared_prompts", enable_shared_prompts)
-        gc.freeze()  # ReferenceCache.fill collects garbage: quicker without the objects of imported modules
+            for name, function in replaced.items():
+                patch.setattr(script, name, function)
+        if not torch.cuda.is_available():
+            for device in (torch.cuda, torch.xpu, torch.mtia):  # each seed would keep a traceback for them
+                patch.setattr(device, "_lazy_call", lambda *_, **__: None)
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_garbage_collection():
+    """ReferenceCache.fill collects garbage: quicker without what was there before."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -48,18 +48,15 @@ EIGHT = [(12, 4, 55), (60,), (12, 33, 71, 80, 6, 19), (44, 2), (12, 4), (7, 7, 7
 SAMPLES = {k: [(P, EIGHT[:k]), (P + Q + P, EIGHT[-k:]), (R, EIGHT[:k])] for k in (1, 2, 8)}  # k completions per prompt
 
 
-def make(name, seed=0, attention=None, **changes):
+def make(*inputs, **changes):
     """One of MODELS, in eval mode."""
-    if changes:
-        model_type, config, _ = MODELS[name]
-        return build(model_type, config | changes, seed, attention)
-    return deepcopy(original(name, seed, attention))  # ten times as fast as another one
+    return deepcopy(original(*inputs, **changes))  # ten times as fast as another one
 
 
 @cache
-def original(name, seed, attention):
+def original(name, seed=0, attention=None, **changes):
     model_type, config, _ = MODELS[name]
-    return build(model_type, config, seed, attention)
+    return build(model_type, config | changes, seed, attention)
 
 
 def build(model_type, config, seed=0, attention=None):

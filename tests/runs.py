@@ -1,4 +1,5 @@
 """Short runs of the scripts with a tiny model. Equal runs are made only once."""
+import json
 import os
 from functools import cache
 from importlib.util import find_spec
@@ -71,7 +72,7 @@ def arguments(script="dpo", **changes):
     if script == "rloo":
         reward = Path(FOLDER.name) / "reward_of_letters.py"
         reward.write_text(REWARD)
-        flags |= dict(reward=(f"{reward}:letters",), max_new_tokens=8)
+        flags |= dict(reward=(f"{reward}:letters",), max_new_tokens=6)
     else:
         flags["samples"] = 0
     return SCRIPTS[script].Args(**flags | changes)
@@ -119,15 +120,15 @@ def distance(one, two):
     return max((one.weights[name] - two.weights[name]).abs().max().item() for name in one.weights)
 
 
+def read(path):
+    """The lines of a .jsonl file."""
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
 def logprobs(model):
     known = ReferenceCache()
     known.score(model, GROUPS)
     return {key: known[key].tolist() for key in known}
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(torch.tensor([[5, 9, 33, 60, 12, 7, 90, 41]])).logits
 
 
 def load(folder=None, script=dpo, trains=False, **flags):

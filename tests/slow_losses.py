@@ -19,7 +19,7 @@ def model_with_many_ends():
     return save(model, "many ends")
 
 
-# ---- Pairs -----------------------------------------------------------
+# --- Pairs
 
 def dpo_loss(margin):
     return log1p(torch.exp(-margin))
@@ -46,8 +46,8 @@ def weighted(weight_of):
     """The tokens' log-ratios are multiplied by weight_of(token's number, length of the shorter answer)."""
     def loss(w, l, ref_w, ref_l, *_):
         shorter = min(len(w), len(l))
-        weights = [tensor([float(weight_of(t, shorter)) for t in range(len(y))]) for y in (w, l)]
-        return dpo_loss(margin(w * weights[0], l * weights[1], ref_w * weights[0], ref_l * weights[1]))
+        a, b = (tensor([float(weight_of(t, shorter)) for t in range(len(y))]) for y in (w, l))
+        return dpo_loss(margin(a * w, b * l, a * ref_w, b * ref_l))
     return loss
 
 
@@ -112,7 +112,7 @@ def aot(loss, reference):
     return slow_loss
 
 
-# ---- Samples ---------------------------------------------------------
+# --- Samples
 
 def clipped(r, advantage, low=0.2, high=0.2):
     return torch.min(r * advantage, r.clamp(1 - low, 1 + high) * advantage)

@@ -1,6 +1,7 @@
 """Every benchmark runs with tiny sizes; docs/trl.md and docs/cache.md are true."""
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,20 +26,15 @@ def code_of(page, number=0):
 @pytest.mark.slow
 @pytest.mark.parametrize("line, row", [
     ("logprobs --tiny", "| 200 | full | "), ("processes --tiny", "| 2 | 8 | "),
-    (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | ")])
-def test_benchmark_prints_rows(line, row):
-    assert row in start(*line.split())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("line, row", [
+    (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | "),
     ("against_trl --tiny", "| reference | trl + cache | "), ("gpu --tiny", "| dpo | trl | "),
     ("simulate trl --model tiny --tokens 1000 --median 20", "| trl | step | "),
     ("trl_precompute 1", "learning_rate=2e-06 | yes |"), ("trl_precompute 7", "bf16=True | no | -9.9"),
     ("trl_precompute 8", "max_length=8 | no | -10.0"),
     ("trl_precompute 9", "ld_alpha=0.5 | no | -11.3")])
-def test_benchmark_beside_trl_prints_rows(line, row):
-    pytest.importorskip("trl")
+def test_benchmark_prints_rows(line, row):
+    if "trl" in row or "| yes" in row or "| no" in row:
+        pytest.importorskip("trl")
     assert row in start(*line.split())
 
 
@@ -51,15 +47,18 @@ def test_frontier_gives_table_and_pictures(tmp_path):
     assert (tmp_path / "frontier.png").exists() and (tmp_path / "curves.png").exists()
 
 
-def test_plot_of_runs_with_different_metrics(tmp_path):
+def test_plot_of_runs_with_different_metrics(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
+    picture = tmp_path / "curves.png"
     for name, lines in {"a": [{"step": 0, "eval_loss": 0.7}, {"step": 1, "loss": 0.5, "eval_loss": 0.6}],
                         "b": [{"step": 0, "eval_kl": 0.2}, {"step": 1, "reward": 1.0, "eval_kl": 0.3}]}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    table = start("plot", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "curves.png")
+    monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, (tmp_path / "a", tmp_path / "b", "--out", picture))])
+    runpy.run_path(f"{ROOT}/benchmarks/plot.py", run_name="__main__")  # in this process: quicker
+    table = capsys.readouterr().out
     assert "| eval_loss | 0.700 ± 0.000 | 0.600 ± 0.000 |" in table and "| eval_kl | 0.200 ± 0.000 | 0.300" in table
-    assert (tmp_path / "curves.png").exists()
+    assert picture.exists()
 
 
 def test_snippet_of_cache_page_adds_an_entry(tmp_path):

@@ -54,7 +54,6 @@ def path(tmp_path):
 
 # --- what it holds, and what a fill does
 
-
 def test_holds_the_log_probs_of_every_completion(whole):
     truth = flat(slow(make("llama"), GROUPS))
     assert (flat([[torch.tensor(whole[x, y]) for y in ys] for x, ys in GROUPS]) - truth).abs().max() < 1e-5
@@ -80,10 +79,9 @@ def test_unwritable_path_is_refused_before_scoring(tmp_path):
 
 def test_prompt_of_several_groups_is_encoded_once():
     model = make("llama")
-    sizes = []
-    model.model.embed_tokens.register_forward_hook(lambda _, args, out: sizes.append(args[0].numel()))
-    ReferenceCache().score(model, [(P, [(7,)]), (Q, [(7,)]), (P, [(8,), (7,)]), (P, [(7,)])])
-    assert sizes[-1] == len(P) + 2 + len(Q) + 1
+    sizes = forward_sizes(model)
+    ReferenceCache().fill(lambda: model, [(P, [(7,)]), (Q, [(7,)]), (P, [(8,), (7,)]), (P, [(7,)])])
+    assert sizes == [len(P) + 2 + len(Q) + 1]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
@@ -91,7 +89,7 @@ def test_prompt_of_several_groups_is_encoded_once():
 def test_tokens_per_forward_bounds_a_pass(name, budget, mean):
     model = make(name)
     sizes = forward_sizes(model)
-    ReferenceCache().score(model, [(Q, [(i, 5, 2) for i in range(40)]), *GROUPS], tokens_per_forward=budget)
+    ReferenceCache().fill(lambda: model, [(Q, [(i, 5, 2) for i in range(40)]), *GROUPS], budget)
     assert max(sizes) <= budget
     assert sum(sizes) / len(sizes) > mean
 
@@ -132,7 +130,6 @@ def test_fill_keeps_no_reference_to_the_model(cycle):
 
 # --- passes that end early
 
-
 @contextmanager
 def watched(seen, after=None):
     """The model, which adds the tokens of each forward to `seen`, and is interrupted before forward number `after`."""
@@ -170,7 +167,6 @@ def test_interrupted_pass_continues(path, known):
 
 # --- files
 
-
 def test_two_jobs_share_a_file(path, whole):
     one = ReferenceCache(**HEADER)
     one.score(load_model(), [GROUPS[0], (Q, [(44, 2)])], temperature=0.5)  # other numbers, to tell the jobs apart
@@ -195,7 +191,6 @@ def test_file_of_another_run_is_refused(path, whole, name):
 
 # --- damaged and hostile files
 
-
 def refused(path):
     """Checks that a file is refused in one line, with nothing loaded."""
     cache = ReferenceCache(**HEADER)
@@ -213,7 +208,7 @@ def forged(table: bytes, **header):
 
 GOOD = {b"1234": {b"5678": b"\0\0\0\0"}}
 HOSTILE = {
-    "text": b"not a pickle", "nested JSON": b"[" * 100_000 + b"]" * 100_000 + b"\n", "a pickle": pickle.dumps(GOOD, 4),
+    "text": b"not a pickle", "nested JSON": b"[" * 100_000 + b"]" * 100_000 + b"\n",
     "control characters": forged(pickle.dumps(GOOD, 4), reference="\x1b[2J\r\n\u202e" + "x" * 10**6),
     "no bytes of a completion": forged(pickle.dumps({b"1234": b"5678"}, 4)),
     "lengths differ": forged(pickle.dumps({b"1234": {b"5678": b"\0" * 8}}, 4)),
@@ -221,7 +216,7 @@ HOSTILE = {
     "half a prompt token": forged(pickle.dumps({b"123456": {b"5678": b"\0" * 4}}, 4)),
     "NaN": forged(pickle.dumps({b"1234": {b"5678": b"\xff\xff\xff\xff"}}, 4)),
     "a dict as a key": forged(b"\x80\x04}}}s."), "bytes of 4 GiB": forged(b"\x80\x04B" + b"\xff" * 4 + b"x."),
-    "memo of 2^32": forged(b"\x80\x04}r" + b"\xff" * 4 + b"."), "global": forged(b"cos\nsystem\n(S'true'\ntR.")}
+    "memo of 2^32": forged(b"\x80\x04}r" + b"\xff" * 4 + b".")}
 
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
@@ -236,24 +231,17 @@ def test_forged_file_with_a_good_table_is_accepted(path):
     assert len(loaded(path)) == 1
 
 
-class Runs:
-    """A pickle that creates a folder when it is loaded."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.folder),)
-
-
 def test_hostile_pickle_runs_nothing(tmp_path, path):
-    trap = Runs(tmp_path / "hacked")
-    for protocol, payload in product(range(6), (trap, {b"1234": trap})):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (f"{tmp_path}/hacked",)
+
+    for protocol, payload in product(range(6), (Trap(), {b"1234": Trap()})):
         data = pickle.dumps(payload, protocol)
         for file in (data, forged(data)):
             path.write_bytes(file)
             refused(path)
-    assert not trap.folder.exists()
+    assert not (tmp_path / "hacked").exists()
 
 
 def test_damaged_file_is_refused_or_equal(path, whole):
@@ -277,9 +265,7 @@ def test_damaged_file_is_refused_or_equal(path, whole):
 
 # --- digests
 
-
 def changed(folder, **options):
-    """Saves a model whose last weight is another one."""
     model = make("llama")
     model.lm_head.weight.data[-1, -1] += 1
     model.save_pretrained(folder, **options)

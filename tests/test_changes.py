@@ -8,13 +8,14 @@ import sys
 from dataclasses import asdict
 from functools import cache
 from math import isnan, log, nan
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import tyro
-from models import gradient, logp
-from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of
+from models import GROUPS, flat, gradient, logp, values_and_gradients
+from runs import EACH, ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
 from slow_losses import (
     FORMULAS, alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, ppo, rpo,
     tokens_of, weighted, wpo)
@@ -23,16 +24,16 @@ from torch import tensor
 import dpo
 import kto
 import rloo
-from refcache import BadInput
+from refcache import BadInput, completion_logprobs
 
 PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
 SCRIPT_OF = {name: re.search(r"^--- (\w+)\.py$", patch, re.M)[1] for name, patch in PATCHES.items()}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
-EACH = pytest.mark.parametrize("name", PATCHES)
+EACH_PATCH = pytest.mark.parametrize("name", PATCHES)
+FOR_EACH_SCRIPT = {"compile", "load_in_4bit"}
 
 
 def apply(patch, text):
-    """What patch(1) does, without fuzz."""
     lines = text.splitlines(keepends=True)
     parts = re.split(r"^@@ -\d+(?:,\d+)? \+(\d+).*\n", patch, flags=re.M)
     for start, hunk in zip(parts[1::2], parts[2::2]):
@@ -44,28 +45,36 @@ def apply(patch, text):
     return "".join(lines)
 
 
+def changed(name, script=None):
+    return patched(name, script or SCRIPT_OF[name])
+
+
 @cache
-def changed(name):
-    script = SCRIPTS[SCRIPT_OF[name]]
+def patched(name, script):
+    script = SCRIPTS[script]
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = script.__file__
     exec(compile(apply(PATCHES[name], (ROOT / f"{script.__name__}.py").read_text()), name, "exec"), vars(module))
-    module.load_checkpoint, module.enable_shared_prompts = script.load_checkpoint, script.enable_shared_prompts
+    module.enable_shared_prompts = script.enable_shared_prompts
+    if name != "load_in_4bit":
+        module.load_checkpoint = script.load_checkpoint
     return module
 
 
-# ---- The patches as files --------------------------------------------
+# --- The patches as files
 
-@EACH
+@EACH_PATCH
 @pytest.mark.skipif(not shutil.which("patch"), reason="needs patch(1)")
 def test_patch_applies(name, tmp_path):
-    script, patch, out = ROOT / f"{SCRIPT_OF[name]}.py", ROOT / f"changes/{name}.patch", tmp_path / "out"
-    done = subprocess.run(["patch", "--fuzz=0", script, patch, "-o", out], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert out.read_text() == apply(PATCHES[name], script.read_text())
+    patch, out = ROOT / f"changes/{name}.patch", tmp_path / "out"
+    for script in SCRIPTS if name in FOR_EACH_SCRIPT else [SCRIPT_OF[name]]:
+        script = ROOT / f"{script}.py"
+        done = subprocess.run(["patch", "--fuzz=0", script, patch, "-o", out], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+        assert out.read_text() == apply(PATCHES[name], script.read_text())
 
 
-@EACH
+@EACH_PATCH
 def test_patch_and_table_agree(name):
     header, _, diff = PATCHES[name].partition("--- ")
     assert header.count("\n") == 3 and max(map(len, header.splitlines())) <= 120
@@ -82,7 +91,7 @@ def test_all_patches_are_in_both_tables():
     assert set(TABLE) == set(PATCHES)
 
 
-# ---- Loss and gradient -----------------------------------------------
+# --- Loss and gradient
 
 def watch(monkeypatch, name, slow_loss, function="run_batch"):
     """Compares the batches of main() with slow_loss. Returns losses and norms of gradients."""
@@ -105,17 +114,62 @@ def watch(monkeypatch, name, slow_loss, function="run_batch"):
     return losses
 
 
-def run(name, **flags):
-    defaults = asdict(SCRIPTS[SCRIPT_OF[name]].Args())
-    given = {flag: value for flag, value in asdict(arguments(SCRIPT_OF[name])).items() if value != defaults[flag]}
-    args = changed(name).Args(**given | flags)
-    return changed(name).main(args), args
+def run(name, script=None, **flags):
+    defaults = asdict(SCRIPTS[script or SCRIPT_OF[name]].Args())
+    given = asdict(arguments(script or SCRIPT_OF[name])).items()
+    args = changed(name, script).Args(**{flag: value for flag, value in given if value != defaults[flag]} | flags)
+    return changed(name, script).main(args), args
 
 
-# ---- Pairs -----------------------------------------------------------
+# --- All three scripts
+
+@EACH
+def test_compile_covers_norms_and_mlps(monkeypatch, script):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, dynamic: compiled.append(type(self).__name__))
+    for trains in (True, False):
+        args = changed("compile", script).Args(dtype="float32", compile=trains)
+        changed("compile", script).load_model(tiny(), "cpu", args, trains)
+    assert sorted(compiled) == ["LlamaMLP"] + 3 * ["LlamaRMSNorm"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, flags", [
+    ("dpo", {}), ("kto", dict(lora_r=4, lr=2e-2, gradient_checkpointing="on")), ("rloo", {})], ids=str)
+def test_compiled_runs_equal_others(script, flags):
+    plain, compiled = (run("compile", script, compile=compile, **flags)[0] for compile in (False, True))
+    for one, other in zip(without_speed(plain), without_speed(compiled), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("script", ["dpo", "rloo"])
+def test_load_in_4bit_equals_the_dequantized_model(script):
+    bitsandbytes, peft = map(pytest.importorskip, ("bitsandbytes", "peft"))
+    with pytest.raises(BadInput, match="adapter"):
+        run("load_in_4bit", script, load_in_4bit=True)
+    history, args = run("load_in_4bit", script, load_in_4bit=True, lora_r=4, lr=2e-2, dtype="float32")
+    assert history[1].get("logratio", history[1].get("kl")) == pytest.approx(0, abs=1e-6)
+    assert script == "rloo" or b" in NF4" in Path(args.out, "reference_logprobs.pkl").read_bytes()
+    policy = changed("load_in_4bit", script).load_model(f"{args.out}/model", "cpu", args, trains=True)
+    other = peft.PeftModel.from_pretrained(load(), f"{args.out}/model", is_trainable=True).eval()
+    for layer, linear in zip(policy.modules(), other.modules(), strict=True):
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            assert not torch.equal(weight, linear.weight)
+            linear.weight.data = weight
+    logps, grads = values_and_gradients(completion_logprobs, policy, GROUPS)
+    other_logps, other_grads = values_and_gradients(completion_logprobs, other, GROUPS)
+    assert (logps - other_logps).abs().max() < 1e-4
+    assert (grads - other_grads).norm() < 1e-4 * other_grads.norm()
+    with policy.disable_adapter():
+        assert (logps - flat(completion_logprobs(policy, GROUPS))).abs().max() > 1e-2
+
+
+# --- Pairs
 
 @pytest.mark.parametrize("name, formula, flags", [
-    ("orpo", orpo, {}), ("dpop", dpop, {}), ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
+    ("orpo", orpo, {}), ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
+    ("dpop", dpop, dict(model=tiny(1), ref_model=tiny())),  # else the sign of a ratio of 0 is rounding
     ("ld_dpo", weighted(lambda t, shorter: 1 if t < shorter else 0.5), {}),
     ("f_divergence", f_divergence(lambda r: -1 / r), dict(divergence="forward_kl")),
     ("f_divergence", f_divergence(lambda r: torch.log(2 * r / (1 + r))), {}),
@@ -137,8 +191,8 @@ def test_loss_of_pairs(monkeypatch, name, formula, flags):
     monkeypatch.setattr(changed(name), "encode", with_columns)
     slow_loss = aot(formula, load()) if name == "aot" else of_pairs(formula, load())
     losses = watch(monkeypatch, name, slow_loss)
-    run(name, beta=0.3, **flags)
-    assert len(losses) == 3
+    run(name, beta=0.3, steps=2, **flags)
+    assert len(losses) == 2
 
 
 def test_iterative_dpo(monkeypatch):
@@ -164,7 +218,7 @@ def test_iterative_dpo(monkeypatch):
 
     monkeypatch.setattr(module, "generate", spy)
     losses = watch(monkeypatch, "iterative_dpo", slow_loss)
-    flags = dict(model=model_with_many_ends(), max_new_tokens=6, sync_reference=2)
+    flags = dict(model=model_with_many_ends(), max_new_tokens=6, ref="swap", sync_reference=2)
     _, args = run("iterative_dpo", beta=0.3, score=spec, **flags)
     assert [abs(loss - log(2)) < 1e-5 for loss, _ in losses] == [True, False, True] and len(drawn) == 2
     rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args())
@@ -192,18 +246,18 @@ def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
         return sum(map(dpo_loss, margins)) / len(rows)
 
     losses = watch(monkeypatch, "reward_model", slow_loss)
-    _, args = run("reward_model")
+    _, args = run("reward_model", steps=2)
     judge = rloo.RewardModel(f"{args.out}/model", "cpu", rloo.Args())
-    rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args())
+    rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args(score="keeps the columns"))
     prompts, answers = ([row.columns[name] for row in rows] for name in ("prompt", "chosen"))
     expected = [score(judge.model, row.prompt + row.chosen).item() for row in rows]
-    assert judge(prompts, answers, [True] * 12) == pytest.approx(expected, abs=1e-5) and len(losses) == 3
+    assert judge(prompts, answers, [True] * 12) == pytest.approx(expected, abs=1e-5) and len(losses) == 2
     with pytest.raises(BadInput, match="adapter"):
         changed("reward_model").load_model(tiny(), "cpu", rloo.Args(lora_r=4), trains=True)
 
 
 def test_sft(monkeypatch, tmp_path):
-    rows = [row.columns for row in kto.load_rows(arguments("kto").data, TOKENIZER, kto.Args())]
+    rows = [row.columns for row in kto.load_rows(arguments("kto").data, TOKENIZER, kto.Args(score="keeps columns"))]
     good = [row["completion"] for row in rows if row["label"]]
     without = [{name: value for name, value in row.items() if name != "label"} for row in rows]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(str, without)).replace("'", '"'))
@@ -213,13 +267,14 @@ def test_sft(monkeypatch, tmp_path):
         return -logps.sum() / len(logps)
 
     losses = watch(monkeypatch, "sft", slow_loss)
-    _, args = run("sft")
-    assert len(losses) == 3
+    _, args = run("sft", steps=2)
+    assert len(losses) == 2
+    args.score = "keeps columns"
     assert [row.columns["completion"] for row in changed("sft").load_rows(args.data, TOKENIZER, args)] == good
     assert len(changed("sft").load_rows(str(tmp_path / "rows.jsonl"), TOKENIZER, args)) == len(rows) > len(good)
 
 
-# ---- Samples ---------------------------------------------------------
+# --- Samples
 
 SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0.0]])  # one scored sample; a tie
 
@@ -227,22 +282,21 @@ SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0
 def watch_samples(monkeypatch, name, formula, beta):
     """The same of samples, which are returned, too."""
     module, reference, known = changed(name), load(model_with_many_ends()), {}
-    rollout, compute_rewards = module.rollout, module.compute_rewards
+    rollout = module.rollout
 
     def watched_rollout(policy, tokenizer, prompts, k, *rest):
         samples = rollout(policy, tokenizer, prompts, k, *rest)
-        if k == 1:  # an evaluation
-            return samples
         noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
         samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # of another sampler
         for (prompt, ys), logps in zip(samples.groups, samples.logps):
-            known[prompt] = [SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=logp(policy, prompt, y).detach(),
-                                             ref=logp(reference, prompt, y).detach()) for y, sampler in zip(ys, logps)]
+            with torch.no_grad():
+                olds = [logp(policy, prompt, y) for y in ys]
+                refs = [logp(reference, prompt, y) for y in ys] if beta else olds
+            known[prompt] = [SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=old, ref=ref)
+                             for y, sampler, old, ref in zip(ys, logps, olds, refs)]
         return samples
 
     def crafted_rewards(samples, *rest):
-        if len(samples.groups) < 4:
-            return compute_rewards(samples, *rest)
         for (prompt, _), rewards, ended in zip(samples.groups, SCORES.tolist(), samples.ended):
             for y, reward, has_ended in zip(known[prompt], rewards, ended):
                 y.reward = reward if has_ended else nan  # --mask_truncated
@@ -260,14 +314,15 @@ def watch_samples(monkeypatch, name, formula, beta):
     return watch(monkeypatch, name, slow_loss), known
 
 
-SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_per_rollout=2)
+SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_per_rollout=2, eval_data=None,
+             eval_size=0)
 
 
 @pytest.mark.parametrize("beta", [0.3, 0.0])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_loss_of_samples(monkeypatch, name, beta):
     losses, _ = watch_samples(monkeypatch, name, FORMULAS[name], beta)
-    steps = 3 if beta else 1
+    steps = 2 if beta else 1
     history, _ = run(name, model=model_with_many_ends(), steps=steps, beta=beta, **SIZES)
     assert len(losses) == steps * (8 if name == "mini_batches" else 2)
     assert max(norm for _, norm in losses) > 1e-3 or (name, beta) == ("online_dpo", 0.0)
@@ -290,7 +345,7 @@ def test_value_baseline(monkeypatch):
         return None if returns is None else total / tokens_of(known[prompt] for prompt, _ in samples.groups)
 
     critic_losses = watch(monkeypatch, "value_baseline", slow_critic, "run_critic")
-    run("value_baseline", model=model_with_many_ends(), beta=0.3, **SIZES)
-    assert len(losses) == len(critic_losses) == 6 and critic_losses[-1] < critic_losses[0]
+    run("value_baseline", model=model_with_many_ends(), beta=0.3, steps=2, **SIZES)
+    assert len(losses) == len(critic_losses) == 4 and critic_losses[-1] < critic_losses[0]
     monkeypatch.undo()
     run("value_baseline", k=1, steps=1)

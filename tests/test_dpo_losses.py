@@ -1,4 +1,6 @@
 """The losses of dpo.py: values, gradients, properties that all of them share, metrics."""
+import re
+from inspect import getsource
 from math import exp, log
 from typing import get_args
 
@@ -8,8 +10,9 @@ from models import gradient, make
 from torch import tensor
 
 import dpo
-from dpo import Args, Batch, Loss, Row, measure, metrics, preference_loss
+from dpo import Args, Batch, Row, measure, metrics
 from refcache import BadInput, ReferenceCache, enable_shared_prompts
+from test_changes import changed
 
 BETA, EPS, GAMMA = 0.2, 0.1, 0.6
 OPTIONS = dict(beta=BETA, label_smoothing=EPS, simpo_gamma=GAMMA)
@@ -49,11 +52,13 @@ def formulas(w, l, c, r, n, m):
 
 
 LOSSES = list(formulas(*[1.0] * 6))
+preference_loss = changed("losses").preference_loss  # seven of them are in changes/losses.patch
 EACH_LOSS = pytest.mark.parametrize("name", LOSSES)
 
 
 def test_formulas_cover_every_loss_of_the_command_line():
-    assert set(LOSSES) == set(get_args(Loss))
+    assert set(get_args(dpo.Loss)) < set(LOSSES) == set(get_args(changed("losses").Loss))
+    assert set(get_args(dpo.Loss)) == set(re.findall(r'case "(\w+)"', getsource(dpo.preference_loss)))
 
 
 @EACH_LOSS
@@ -88,16 +93,17 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
 @pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("robust", 0.5)])
 def test_undefined_loss_is_refused_before_loading(loss, eps):
     with pytest.raises(BadInput, match="--label_smoothing"):
-        dpo.main(Args(model="no folder", data="no file", loss=("sigmoid", loss), label_smoothing=eps))
+        module = changed("losses")
+        module.main(module.Args(model="no folder", data="no file", loss=("sigmoid", loss), label_smoothing=eps))
 
 
-# ---- Metrics ---------------------------------------------------------
+# --- Metrics
 
 def test_metrics_by_hand():
     values = metrics(PAIRS._replace(ratio_w=tensor([2.0, 0.0]), ratio_l=tensor([-1.0, 0.0])), Args(beta=BETA))
     expected = {"rewards/chosen": [0.4, 0.0], "rewards/rejected": [-0.2, 0.0], "rewards/margins": [0.6, 0.0],
                 "rewards/accuracies": [1.0, 0.5], "logps/chosen": [-20.0, -35.0], "logps/rejected": [-24.0, -31.0],
-                "logratio": [0.25, 0.0], "loss": [-log(sg(0.6)), log(2)]}
+                "logratio": [0.25, 0.0], "nll/chosen": [2.5, 3.5], "loss": [-log(sg(0.6)), log(2)]}
     assert values.keys() == expected.keys()
     for name, value in values.items():
         assert value.tolist() == pytest.approx(expected[name]), name
@@ -114,7 +120,6 @@ def test_ties_are_judged_on_log_ratios_whatever_beta_is(difference, accuracy):
     (("simpo",), [0.2 * 2 / 8, 0.2 * -1.5 / 10], [0.2 * -1 / 6, 0.2 * 0.5 / 14]),
     (("simpo", "sft"), [0.4, -0.3], [-0.2, 0.1]), (("ipo",), [0.4, -0.3], [-0.2, 0.1])])
 def test_simpo_alone_has_rewards_per_token(loss, chosen, rejected):
-    """Its reward is per token, as in its paper and in TRL."""
     values = metrics(PAIRS, dpo.replace(ARGS, loss=loss))
     assert values["rewards/chosen"].tolist() == pytest.approx(chosen)
     assert values["rewards/rejected"].tolist() == pytest.approx(rejected)
@@ -124,7 +129,7 @@ def test_simpo_alone_has_rewards_per_token(loss, chosen, rejected):
     assert accuracies.tolist() == ([0.0, 1.0] if loss == ("simpo",) else [1.0, 1.0])
 
 
-# ---- From tokens to the batch ----------------------------------------
+# --- From tokens to the batch
 
 ROWS = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), {}),
         Row((8, 3), (77, 2), (21, 4, 96, 5, 2), {}),
@@ -141,7 +146,6 @@ def policy():
 
 @pytest.fixture(scope="module")
 def known():
-    """The log-probs of another model."""
     known = ReferenceCache()
     known.score(make("llama", 2), dpo.groups(ROWS))
     return known
@@ -149,7 +153,7 @@ def known():
 
 @pytest.mark.parametrize("flags", [
     dict(loss=("ipo",)), dict(loss=("sigmoid", "sft"), loss_weights=(1.0, 0.5)),
-    dict(humanline=(-0.5, 0.5), ref="swap")], ids=lambda flags: "-".join(flags))
+    dict(humanline=(-0.5, 0.5), ref="swap")])
 def test_micro_batching_changes_no_gradient(policy, known, flags):
     seen = []
     for budget in (100_000, 25, 1):

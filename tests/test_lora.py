@@ -8,8 +8,8 @@ import pytest
 import torch
 from models import GROUPS, build, equal
 from runs import (  # noqa: F401
-    EACH, FOLDER, LORA, SCRIPTS, TINY, TOKENIZER, adapt, arguments, distance, load, logits, logprobs, run, same,
-    save, tiny, weights_of)
+    EACH, LORA, SCRIPTS, TINY, TOKENIZER, adapt, arguments, distance, load, logprobs, run, same, save, tiny,
+    weights_of)
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -35,20 +35,20 @@ def held_by(swap):
 
 
 def with_peft(folder, base=None):
-    """What peft itself makes of a saved adapter."""
     return peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base or tiny()), folder).eval()
 
 
+@torch.no_grad()
 def difference(one, two):
-    return (logits(one) - logits(two)).abs().max().item()
+    ids = torch.tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
+    return (one(ids).logits - two(ids).logits).abs().max().item()
 
 
-# ---- The reference ---------------------------------------------------
-
+# --- The reference
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_reference_of_a_new_adapter_is_the_bare_model(checkpointing):
-    policy = load(trains=True, lora_r=4, gradient_checkpointing=checkpointing)
+    policy = load(trains=True, lora_r=4, gradient_checkpointing="on" if checkpointing else "off")
     swap = Swap(policy)
     bare = logprobs(load())
     assert held_by(swap) == bare
@@ -60,7 +60,7 @@ def test_reference_of_a_new_adapter_is_the_bare_model(checkpointing):
 def test_sft_adapter_is_the_reference_without_dropout(run, ref, checkpointing):
     folder = adapt("dropping", lora_dropout=0.5)
     assert not list(Path(folder).glob("tokenizer*"))
-    one = run(model=folder, ref=ref, gradient_checkpointing=checkpointing, lr=2e-2)
+    one = run(model=folder, ref=ref, gradient_checkpointing="on" if checkpointing else "off", lr=2e-2)
     assert one.history[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert one.history[1]["logps/chosen"] == pytest.approx(run(model=folder).history[1]["logps/chosen"], abs=1e-4)
     assert same(one, run(model=folder, lr=2e-2))
@@ -85,8 +85,7 @@ def test_sft_adapter_trains_and_is_saved(config, tmp_path):
     assert difference(load(tmp_path / "model"), policy) < 1e-5, "a later run can start from it"
 
 
-# ---- What trains and what is saved -----------------------------------
-
+# --- What trains and what is saved
 
 def test_a_saved_adapter_finds_its_base_from_any_folder(run, monkeypatch):
     """A relative path of the base would mean another folder elsewhere."""
@@ -117,7 +116,7 @@ def test_a_new_adapter_depends_on_the_seed_only(run):
 
 def test_gradient_checkpointing_needs_no_training_mode():
     folder = save(build("opt", TINY | dict(ffn_dim=64, word_embed_proj_dim=32, dropout=0.5)), "opt")
-    policy = load(folder, trains=True, gradient_checkpointing=True)
+    policy = load(folder, trains=True, gradient_checkpointing="on")
     forwards = []
     policy.model.decoder.layers[0].fc1.register_forward_hook(lambda *_: forwards.append(1))
     ours = completion_logprobs(policy, GROUPS)
@@ -127,7 +126,7 @@ def test_gradient_checkpointing_needs_no_training_mode():
     assert torch.equal(ours[0][0], completion_logprobs(load(folder), GROUPS)[0][0])
 
 
-@pytest.mark.parametrize("target", ["all-linear", r".*(embed_tokens|lm_head)"])
+@pytest.mark.parametrize("target", ["all-linear", "embed_tokens,lm_head"])
 def test_adapter_on_tied_embeddings(run, target):
     folder = save(build("llama", TINY | dict(tie_word_embeddings=True)), "tied")
     flags = dict(LORA, model=folder, lora_target=target)
@@ -142,8 +141,7 @@ def test_adapter_on_tied_embeddings(run, target):
     assert equal(resumed, one.weights)
 
 
-# ---- Bases in bfloat16 -----------------------------------------------
-
+# --- Bases in bfloat16
 
 def halved():
     return AutoModelForCausalLM.from_pretrained(tiny()).bfloat16()
@@ -178,11 +176,9 @@ def test_float32_adapter_on_a_bfloat16_base_is_exact(config):
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
-# ---- What is refused -------------------------------------------------
-
+# --- What is refused
 
 def test_an_adapter_that_lacks_a_weight_is_refused(run):
-    """It would be random."""
     folder = adapt("lacking", seed=5)
     path = Path(folder) / "adapter_model.safetensors"
     weights = load_file(path)
@@ -198,20 +194,20 @@ def test_adapter_on_an_adapter_is_refused(script):
         SCRIPTS[script].main(arguments(script, model=adapt("sft"), lora_r=4))
 
 
-def other_kind(name, **config):
-    """The folder of an adapter that is more than a change of weights."""
-    folder = f"{FOLDER.name}/{name}"
-    model = AutoModelForCausalLM.from_pretrained(tiny())
-    peft.get_peft_model(model, peft.get_peft_config(dict(task_type="CAUSAL_LM", **config))).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize("trains", [False, True])
-@pytest.mark.parametrize("name, config", [
-    ("prompt", dict(peft_type="PROMPT_TUNING", num_virtual_tokens=4)),
-    ("prefix", dict(peft_type="PREFIX_TUNING", num_virtual_tokens=4)),
-    ("alora", dict(peft_type="LORA", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 9]))])
-def test_adapter_of_more_than_weights_is_refused(name, config, trains):
+@pytest.mark.parametrize("config", [
+    dict(peft_type="PREFIX_TUNING", num_virtual_tokens=4),
+    dict(peft_type="LORA", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 9])], ids=str)
+def test_adapter_of_more_than_weights_is_refused(config, trains, tmp_path):
     """Its virtual tokens, or where it begins, would be ignored."""
+    config = peft.get_peft_config(dict(task_type="CAUSAL_LM", **config))
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny()), config).save_pretrained(tmp_path)
     with pytest.raises(BadInput, match="more than weights"):
-        load(other_kind(name, **config), trains=trains)
+        load(tmp_path, trains=trains)
+
+
+def test_lora_target_is_a_list_of_names(run):
+    names = {name.split(".")[-3] for name in run(**LORA, lora_target="q_proj,v_proj").weights}
+    assert names == {"q_proj", "v_proj"}
+    with pytest.raises(BadInput, match="--lora_target v_porj"):  # before anything is loaded
+        dpo.resolve(arguments(**LORA, lora_target="q_proj,v_porj"))

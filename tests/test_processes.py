@@ -26,7 +26,7 @@ UNEVEN = dict(batch_size=5, steps=3, tokens_per_forward=150, max_new_tokens=6)  
 CASES = {  # what differs between processes: weights, gradients, data, references, rollouts
     "dpo": ("dpo", dict(samples=3)),
     "dpo-one-row": ("dpo", dict(batch_size=1)),
-    "dpo-humanline": ("dpo", dict(ref="swap", humanline=(-1.0, 1.5), gradient_checkpointing=True)),
+    "dpo-humanline": ("dpo", dict(ref="swap", humanline=(-1.0, 1.5), gradient_checkpointing="on")),
     "dpo-sync": ("dpo", dict(ref="swap", sync_reference=2, sync_mix=0.6)),
     "dpo-lora": ("dpo", dict(lora_r=4, lr=2e-2)),
     "dpo-bfloat16": ("dpo", dict(dtype="bfloat16", ref="swap")),
@@ -36,6 +36,8 @@ CASES = {  # what differs between processes: weights, gradients, data, reference
     "rloo-one-prompt": ("rloo", dict(batch_size=1)),
     "rloo-sync": ("rloo", dict(sync_reference=2, mask_truncated=True)),
 }
+
+
 def slow_but(quick):
     """All cases. Those that are not named are slow."""
     marked = []
@@ -47,42 +49,65 @@ def slow_but(quick):
     return marked
 
 
+FORKS = {}  # number of processes -> [(process, end of the pipe where it waits for work), ..]
+
+
+def kill(n):
+    for process, _ in FORKS.pop(n, ()):
+        process.kill()
+        process.join()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_fork_stays():
+    yield
+    for n in list(FORKS):
+        kill(n)
+
+
+def forks(n):
+    """They stay: what a process does when it begins, such as to plan operators of split tensors, takes long."""
+    context = multiprocessing.get_context("fork")
+    if n not in FORKS:
+        FORKS[n] = []
+        for rank in range(n):
+            end, pipe = context.Pipe()
+            FORKS[n].append((context.Process(target=work, args=(pipe, rank, n), daemon=True), end))
+            FORKS[n][-1][0].start()
+    return [end for _, end in FORKS[n]]
+
+
 def in_processes(n, function, *args):
     """function(*args) in n forked processes: what the first one returned. Raises what any of them raised."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    context = multiprocessing.get_context("fork")
-    children = []
-    for rank in range(n):
-        end, pipe = context.Pipe()
-        process = context.Process(target=_process, args=(pipe, rank, n, port, function, args), daemon=True)
-        process.start()
-        children.append((process, end))
-    results = [end.recv() if end.poll(120) else ("hangs", None) for _, end in children]
-    for process, _ in children:
-        process.kill()
-        process.join()
+    for end in forks(n):
+        end.send((port, function, args))
+    results = [end.recv() if end.poll(120) else ("hangs", None) for end in forks(n)]
     for kind, value in results:
         if kind != "result":
+            kill(n)
             raise value if isinstance(value, BadInput) else AssertionError(f"{kind} {value}")
     return pickle.loads(results[0][1])
 
 
-def _process(pipe, rank, ranks, port, function, args):
-    if ranks > 1:
-        os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost",
-                           MASTER_PORT=str(port))
+def work(pipe, rank, ranks):
     if rank:
         sys.stdout = open(os.devnull, "w")
-    try:
-        pipe.send(("result", pickle.dumps(function(*args))))  # tensors as bytes: this process ends at once
-    except BadInput as error:
-        pipe.send(("error", error))
-    except BaseException:
-        pipe.send(("error", traceback.format_exc()))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    while True:
+        port, function, args = pipe.recv()
+        if ranks > 1:
+            os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost",
+                               MASTER_PORT=str(port))
+        try:
+            pipe.send(("result", pickle.dumps(function(*args))))  # tensors as bytes
+        except BadInput as error:
+            pipe.send(("error", error))
+        except BaseException:
+            pipe.send(("error", traceback.format_exc()))
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def flags_of(name, **changes):
@@ -91,15 +116,25 @@ def flags_of(name, **changes):
 
 
 def train(name, n, **changes):
-    """The history and the weights of a run of n processes."""
     script, args = flags_of(name, **changes)
-    history = without_speed(in_processes(n, SCRIPTS[script].main, args))
-    return history, weights_of(f"{args.out}/model"), Path(args.out)
+    main = SCRIPTS[script].main
+    history = main(args) if n == 1 and "bfloat16" not in name else in_processes(n, main, args)
+    return without_speed(history), weights_of(f"{args.out}/model"), Path(args.out)
 
 
-def test_steps_0_of_rloo_waits_for_the_metrics(monkeypatch):
-    monkeypatch.setattr(rloo, "append", lambda *rest, real=rloo.append: (time.sleep(0.5), real(*rest)))
-    assert len(in_processes(2, SCRIPTS["rloo"].main, flags_of("rloo", steps=0)[1])) == 1
+def run_with(name, replacement, main, args):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[main.__module__], name, replacement)
+        return main(args)
+
+
+def append_late(*inputs, append=rloo.append):
+    time.sleep(0.5)
+    append(*inputs)
+
+
+def test_steps_0_of_rloo_waits_for_the_metrics():
+    assert len(in_processes(2, run_with, "append", append_late, rloo.main, flags_of("rloo", steps=0)[1])) == 1
 
 
 @cache
@@ -134,17 +169,20 @@ def test_two_bfloat16_processes_give_the_run_of_one():
     assert gap < 0.1 * change
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
-def test_process_without_samples_goes_on(name, monkeypatch):
+def every_token_of_the_first(*_):
+    return range(len(TOKENIZER) // (1 + refcache.processes()[0]))
+
+
+def test_process_without_samples_goes_on():
     """Else they would wait for its weights for ever."""
-    monkeypatch.setattr(SCRIPTS[name], "stop_tokens", lambda *_: range(len(TOKENIZER) // (1 + refcache.processes()[0])))
-    history, _, out = train(name, 2, steps=1)
-    assert len(history) == 2
-    assert len((out / "samples.jsonl").read_text().splitlines()) == 6
+    _, args = flags_of("dpo", steps=1)
+    assert len(in_processes(2, run_with, "stop_tokens", every_token_of_the_first, dpo.main, args)) == 2
+    assert len(Path(args.out, "samples.jsonl").read_text().splitlines()) == 6
 
 
-# ---- Log-probs -------------------------------------------------------
+# --- Log-probs
 
+@refcache.process_group()
 def logps_and_gradients(name):
     """Of the sum of squares of all log-probs. Each process does its share."""
     model = make(name)
@@ -165,25 +203,26 @@ def logps_and_gradients(name):
     pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "gemma2-softcaps", "mamba"))])
 def test_split_models_equal_whole_ones(name):
     logps, gradients = logps_and_gradients(name)
-    theirs, sums = in_processes(2, refcache.process_group()(logps_and_gradients), name)
+    theirs, sums = in_processes(2, logps_and_gradients, name)
     assert torch.allclose(logps, theirs, atol=2e-6)
     assert (gradients - sums).abs().max() < 2e-6 * gradients.abs().max()
 
 
-def test_swap_of_split_weights_restores_every_bit():
-    @refcache.process_group()
-    def swap():
-        policy, reference = make("llama-tied"), make("llama-tied", seed=1)
-        for model in (policy, reference):
-            refcache.shard(model, "cpu")
-        before = [refcache.local(p).clone() for p in policy.parameters()]
-        own = Swap(policy, reference)
-        with own as model, torch.no_grad():
-            scored = flat(completion_logprobs(model, GROUPS))
-        restored = all(map(torch.equal, map(refcache.local, policy.parameters()), before))
-        size = sum(refcache.local(tensor).numel() for tensor in own.state_dict().values())
-        return scored, all(refcache.all_gather(restored and size < 0.6 * reference.num_parameters()))
+@refcache.process_group()
+def swap():
+    policy, reference = make("llama-tied"), make("llama-tied", seed=1)
+    for model in (policy, reference):
+        refcache.shard(model, "cpu")
+    before = [refcache.local(p).clone() for p in policy.parameters()]
+    own = Swap(policy, reference)
+    with own as model, torch.no_grad():
+        scored = flat(completion_logprobs(model, GROUPS))
+    restored = all(map(torch.equal, map(refcache.local, policy.parameters()), before))
+    size = sum(refcache.local(tensor).numel() for tensor in own.state_dict().values())
+    return scored, all(refcache.all_gather(restored and size < 0.6 * reference.num_parameters()))
 
+
+def test_swap_of_split_weights_restores_every_bit():
     scored, is_right = in_processes(2, swap)
     with torch.no_grad():
         truth = flat(completion_logprobs(make("llama-tied", seed=1), GROUPS))
@@ -206,29 +245,24 @@ def test_micro_batches_of_processes_are_equal():
             assert rows < 8 * ranks or max(loads) < 1.25 * np.mean(loads)
 
 
-# ---- Checkpoints and faults ------------------------------------------
+# --- Checkpoints and faults
 
 class Killed(Exception):
     pass
 
 
 def run_until(step, main, args):
-    """A run that dies after the checkpoint of this step."""
-    module = sys.modules[main.__module__]
-    original = module.save_checkpoint
+    original = sys.modules[main.__module__].save_checkpoint
 
     def save_checkpoint(out, saved, *more):
         original(out, saved, *more)
         if saved == step:
             raise Killed
 
-    module.save_checkpoint = save_checkpoint
     try:
-        main(args)
+        run_with("save_checkpoint", save_checkpoint, main, args)
     except Killed:
         return step
-    finally:
-        module.save_checkpoint = original
 
 
 @pytest.mark.parametrize("processes", [(2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
@@ -248,17 +282,18 @@ def test_runs_resume_with_any_number_of_processes(name, processes):
         assert history == whole(name, 2)[0] and equal(weights, whole(name, 2)[1])
 
 
-def test_different_cache_files_are_refused(tmp_path):
-    @refcache.process_group()
-    def fill():
-        cache = ReferenceCache()
-        prompt, completions = GROUPS[refcache.processes()[0]]
-        y = completions[0]  # equally many
-        cache.table[refcache.bytes_of(prompt)] = {refcache.bytes_of(y): bytes(4 * len(y))}
-        cache.fill(lambda: make("llama"), GROUPS, path=tmp_path / "c.pkl")
+@refcache.process_group()
+def fill(path):
+    cache = ReferenceCache()
+    prompt, completions = GROUPS[refcache.processes()[0]]
+    y = completions[0]  # equally many
+    cache.table[refcache.bytes_of(prompt)] = {refcache.bytes_of(y): bytes(4 * len(y))}
+    cache.fill(lambda: make("llama"), GROUPS, path=path)
 
+
+def test_different_cache_files_are_refused(tmp_path):
     with pytest.raises(BadInput, match="the same"):
-        in_processes(2, fill)
+        in_processes(2, fill, tmp_path / "c.pkl")
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from models import build, logp
-from runs import FOLDER, ROOT, TINY, TOKENIZER, arguments, data, distance, save, tiny, weights_of, without_speed
+from runs import FOLDER, ROOT, TINY, TOKENIZER, arguments, data, distance, read, save, tiny, weights_of, without_speed
+from slow_losses import model_with_many_ends
 from torch import tensor
 from transformers import (
     AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForSequenceClassification)
@@ -21,7 +22,8 @@ from rloo import (
     Args, RewardModel, Row, Samples, batch_rows, compute_rewards, leave_one_out, learning_rate, main, policy_loss,
     rollout)
 
-MODEL = str(ROOT / "demo/model")
+DEMO = dict(model=str(ROOT / "demo/model"), max_new_tokens=12)
+MODEL = model_with_many_ends()
 NAN = math.nan
 REWARDS = """
 def vowels(completions, **columns):
@@ -42,18 +44,9 @@ def vowels(text):
     return sum(x in "aeiou" for x in text) / 10
 
 
-def write(path, rows):
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-    return str(path)
-
-
-def read(path):
-    with open(path) as file:
-        return [json.loads(line) for line in file]
-
-
-FILE = write(Path(FOLDER.name) / "rewards_of_test_rloo.py", [REWARDS])
-FLAGS = dict(model=MODEL, reward=(f"{FILE}:vowels",), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=12)
+FILE = Path(FOLDER.name) / "rewards_of_test_rloo.py"
+FILE.write_text(REWARDS)
+FLAGS = dict(model=MODEL, reward=(f"{FILE}:vowels",), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=6)
 
 
 def chat(text, role="user"):
@@ -82,7 +75,7 @@ def rolled():
     return lambda **changes: run(tuple(sorted(changes.items())))
 
 
-# ---- Advantages and loss, by hand ------------------------------------
+# --- Advantages and loss, by hand
 
 def test_advantages_by_hand():
     rewards = tensor([[10.0, 20.0, 60.0, NAN], [3.0, 3.0, 3.0, 3.0], [NAN, 5.0, NAN, NAN], [NAN] * 4, [NAN, 1, 4, NAN]])
@@ -101,7 +94,7 @@ def test_policy_loss_and_gradient_by_hand():
     assert is_clipped.nonzero().flatten().tolist() == [3, 6, 8]  # where no gradient passes, but for advantage 0
 
 
-# ---- Rewards ---------------------------------------------------------
+# --- Rewards
 
 def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
     """Rewards of the samples soup and tea of one prompt, bread and cake of another."""
@@ -161,7 +154,7 @@ def test_misuse_and_bad_rewards_are_refused(changes, words):
         main(arguments("rloo", **FLAGS | changes))
 
 
-# ---- Reward models ---------------------------------------------------
+# --- Reward models
 
 def classifier(path, outputs=1, **changes):
     torch.manual_seed(0)
@@ -171,18 +164,14 @@ def classifier(path, outputs=1, **changes):
     return str(path)
 
 
-def scores_of(path, texts):
-    """One forward per text."""
-    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
-    return [model(tensor([TOKENIZER(text, add_special_tokens=False).input_ids])).logits.item() for text in texts]
-
-
 @pytest.mark.parametrize("pad", [0, None])
 def test_reward_model_equals_one_forward_per_text(tmp_path, pad):
     path = classifier(tmp_path / "judge", pad_token_id=pad)
     prompts = [chat(f"How was the soup? {n}") for n in range(6)]
     answers = [chat("The soup was nice. " * (n + 1), "assistant") for n in range(6)]
-    truth = scores_of(path, [TOKENIZER.apply_chat_template(x + y, tokenize=False) for x, y in zip(prompts, answers)])
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    rows = [TOKENIZER.apply_chat_template(x + y, return_dict=False) for x, y in zip(prompts, answers)]
+    truth = [model(tensor([ids])).logits.item() for ids in rows]
     for budget in (1, 120, 10**6):
         judge = RewardModel(path, "cpu", Args(tokens_per_forward=budget))
         assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
@@ -191,7 +180,8 @@ def test_reward_model_equals_one_forward_per_text(tmp_path, pad):
 @pytest.mark.parametrize("kind", [str, list])
 def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch, kind):
     prompt = "How was the soup at the harbour?"
-    file = write(tmp_path / "rows.jsonl", [dict(prompt=prompt if kind is str else chat(prompt))] * 4)
+    file = tmp_path / "rows.jsonl"
+    file.write_text((json.dumps(dict(prompt=prompt if kind is str else chat(prompt))) + "\n") * 4)
     seen = []
     original = LlamaForSequenceClassification.forward
 
@@ -201,7 +191,7 @@ def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch
 
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", forward)
     judge = classifier(tmp_path / "judge")
-    one = rolled(data=file, eval_data=file, reward=(), reward_model=judge, steps=1, max_new_tokens=10)
+    one = rolled(data=str(file), eval_data=str(file), reward=(), reward_model=judge, steps=1, **DEMO)
     assert 0 < torch.cat([samples.ended.flatten() for samples in one.drawn]).float().mean() < 1
     sampled = [TOKENIZER.decode(x + y) for samples in one.drawn for x, ys in samples.groups for y in ys]
     assert sorted(seen) == sorted(sampled)
@@ -220,14 +210,14 @@ def test_bad_reward_models_are_refused(tmp_path):
         RewardModel(classifier(tmp_path / "two", outputs=2), "cpu", Args())
 
 
-# ---- Training --------------------------------------------------------
+# --- Training
 
 @pytest.mark.parametrize("changes", [
-    dict(updates_per_rollout=2, temperature=0.8, reward_clip=(0.9, 1.2), mask_truncated=True), dict()], ids=str)
+    dict(updates_per_rollout=2, temperature=0.8, mask_truncated=True) | DEMO, dict()], ids=str)
 def test_training_equals_a_slow_loop(rolled, changes):
     one = rolled(**changes)
     args = replace(Args(lr=1e-3), **changes)
-    policy, reference = (AutoModelForCausalLM.from_pretrained(MODEL) for _ in range(2))
+    policy, reference = (AutoModelForCausalLM.from_pretrained((FLAGS | changes)["model"]) for _ in range(2))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step, samples in enumerate(one.steps, 1):
         optimizer.param_groups[0]["lr"] = learning_rate(step, 2, args)
@@ -237,12 +227,11 @@ def test_training_equals_a_slow_loop(rolled, changes):
         for _ in range(args.updates_per_rollout):
             loss = 0
             for b, (prompt, ys) in enumerate(samples.groups):
-                low, high = args.reward_clip or (-99, 99)
                 total = {}
                 for i, y in enumerate(ys):
                     if samples.ended[b, i] or not args.mask_truncated:
                         reward = vowels(TOKENIZER.decode(y, skip_special_tokens=True))
-                        total[i] = min(max(reward, low), high) - args.beta * (old[b][i] - ref[b][i])
+                        total[i] = reward - args.beta * (old[b][i] - ref[b][i])
                 for i in total if len(total) > 1 else ():
                     ratio = (logp(policy, prompt, ys[i], args.temperature).sum() - old[b][i]).exp()
                     advantage = total[i] - sum(total[j] for j in total if j != i) / (len(total) - 1)
@@ -263,17 +252,17 @@ def test_training_equals_a_slow_loop(rolled, changes):
 
 def test_memory_flags_change_no_sample_and_no_result(rolled):
     one = rolled()
-    other = rolled(tokens_per_forward=60, gradient_checkpointing=True, rollout_tokens=1)
+    other = rolled(tokens_per_forward=60, gradient_checkpointing="on", rollout_tokens=1)
     assert [samples.groups for samples in one.steps] == [samples.groups for samples in other.steps]
     for values, others in zip(one.history, other.history):
         assert values == pytest.approx(others, abs=1e-4)
     assert distance(one, other) < 2e-5
 
 
-# ---- Samples and files -----------------------------------------------
+# --- Samples and files
 
 def test_metrics_by_hand_and_what_the_files_hold(rolled):
-    one = rolled(steps=3, eval_every=2, reward_clip=(-1.0, 0.4))
+    one = rolled(steps=3, eval_every=2)
     written = read(one.out / "samples.jsonl")
     assert without_speed(read(one.out / "metrics.jsonl")) == one.history
     assert ["eval_reward" in values for values in one.history] == [True, False, True, True]
@@ -331,7 +320,7 @@ def test_only_the_ends_of_a_generation_config_count(rolled):
     def with_settings(name, **settings):
         model = build("llama", TINY)
         vars(model.generation_config).update(settings)
-        return rolled(model=save(model, name))
+        return rolled(model=save(model, name), steps=1)
 
     ends = list(range(3, len(TOKENIZER), 4))
     plain = with_settings("plain")
@@ -340,4 +329,10 @@ def test_only_the_ends_of_a_generation_config_count(rolled):
     assert other.steps[0].groups == plain.steps[0].groups
     for _, ys in stopped.steps[0].groups:
         assert all(token not in ends for y in ys for token in y[:-1])
-        assert all(len(y) == 12 or y[-1] in ends for y in ys)
+        assert all(len(y) == 6 or y[-1] in ends for y in ys)
+
+
+def test_rewards_that_are_equal_and_samples_that_never_end_are_said(capsys):
+    main(arguments("rloo", **FLAGS | dict(model=tiny(1), reward=(f"{FILE}:constant",), steps=10, max_new_tokens=1)))
+    printed = "".join(capsys.readouterr())
+    assert "equal rewards: nothing is learned" in printed and "No sample ends" in printed

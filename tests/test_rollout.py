@@ -23,15 +23,13 @@ CACHES = {  # models whose caches are special
         layer_types=["linear_attention", "full_attention", "linear_attention"])),
     "bamba": ("bamba", dict(SMALL, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8,
                        mamba_chunk_size=8)),
-    "rwkv": ("rwkv", dict(vocab_size=97, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2,
-                          context_length=256, eos_token_id=2)),
     "recurrent-gemma": ("recurrent_gemma", dict(
         SMALL, num_hidden_layers=3, lru_width=32, attention_window_size=8)),
 }
-REFUSED = ["rwkv", "recurrent-gemma"]  # in transformers 5.23 their caches are wrong, or rows see each other
+REFUSED = "recurrent-gemma"  # in transformers 5.23 its samples are wrong
 QUICK = {"llama", "gpt2", "mistral-window-5", "gemma3-window-6", "mamba", "minimax", "bamba"}
 EXACT = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-         for name in [*MODELS, *CACHES] if name not in REFUSED]
+         for name in [*MODELS, *CACHES] if name != REFUSED]
 
 
 def model_of(name):
@@ -50,18 +48,14 @@ def roll(model, args, prompts=PROMPTS, k=4, step=1):
 
 
 @torch.no_grad()
-def true_logps(model, prompt, y, temperature):
-    """The slow way: one forward per sequence, without a cache. (len(y), V), float64."""
-    logits = model(tensor([prompt + y]), use_cache=False).logits[0, len(prompt) - 1:-1]
-    return (logits.double() / temperature).log_softmax(-1)
-
-
 def check_tokens(model, samples, args):
+    """Against the slow way: one forward per sequence, without a cache."""
     shape = len(samples.groups), len(samples.groups[0][1]), args.max_new_tokens
     uniform = torch.from_numpy(generator(args.seed, "rollout", 1).random(shape))
     for b, (prompt, ys) in enumerate(samples.groups):
         for i, y in enumerate(ys):
-            logps = true_logps(model, prompt, y, args.temperature)  # (len(y), V)
+            logits = model(tensor([prompt + y]), use_cache=False).logits[0, len(prompt) - 1:-1]
+            logps = (logits.double() / args.temperature).log_softmax(-1)  # (len(y), V)
             own = logps.gather(1, tensor(y)[:, None])[:, 0]  # (len(y),)
             above = logps.exp().cumsum(-1).gather(1, tensor(y)[:, None])[:, 0]
             u = uniform[b, i, :len(y)]
@@ -91,25 +85,21 @@ def test_samples_that_outgrow_the_room_are_exact(name, monkeypatch):
     check_tokens(model, samples, args)
 
 
-@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_models_with_wrong_samples_are_refused(name, dtype):
+def test_model_with_wrong_samples_is_refused(dtype):
     with pytest.raises(BadInput):
-        rloo.check_sampler(model_of(name), TOKENIZER, flags(dtype=dtype))
+        rloo.check_sampler(model_of(REFUSED), TOKENIZER, flags(dtype=dtype))
 
 
 @pytest.mark.parametrize("changes, truth", [
-    ({}, [0, 0.4, 0.05, 0.25, 0.3, 0]), (dict(top_k=2), [0, 4 / 7, 0, 0, 3 / 7, 0]),
-    (dict(top_p=0.69), [0, 4 / 7, 0, 0, 3 / 7, 0]), (dict(top_p=0.71), [0, 0.4 / 0.95, 0, 0.25 / 0.95, 0.3 / 0.95, 0]),
-    (dict(top_k=2, top_p=0.5), [0, 1, 0, 0, 0, 0]),  # top_p counts what top_k left: 0.4 / 0.7 is more than half
-    (dict(temperature=0.5), [p * p / 0.315 for p in (0, 0.4, 0.05, 0.25, 0.3, 0)])])
+    ({}, [0, 0.4, 0.05, 0.25, 0.3, 0]), (dict(temperature=0.5), [p * p / 0.315 for p in (0, 0.4, 0.05, 0.25, 0.3, 0)])])
 def test_tokens_are_drawn_as_often_as_they_are_probable(changes, truth):
     logits = tensor([0.0, 0.4, 0.05, 0.25, 0.3, 0.0]).log()
     grid = torch.linspace(0, 1 - 2.0**-53, 1000, dtype=torch.float64)
     tokens, logps, entropy = draw(logits.expand(len(grid), -1), grid, **changes)
     assert (torch.bincount(tokens, minlength=6) / len(grid)).tolist() == pytest.approx(truth, abs=3e-3)
     assert not set(tokens.tolist()) & {0, 5}
-    whole = torch.log_softmax(logits / changes.get("temperature", 1.0), -1)  # before top_k and top_p
+    whole = torch.log_softmax(logits / changes.get("temperature", 1.0), -1)
     assert torch.allclose(logps, whole[tokens], atol=1e-6)
     assert entropy[0].item() == pytest.approx(-sum(p * math.log(p) for p in whole.exp().tolist() if p), abs=1e-4)
 
@@ -117,7 +107,7 @@ def test_tokens_are_drawn_as_often_as_they_are_probable(changes, truth):
 @pytest.mark.parametrize("name", ["llama", "mamba"])
 def test_samples_do_not_depend_on_the_batch(name):
     model = model_of(name)
-    args = flags()
+    args = flags(max_new_tokens=6)
     first = roll(model, args).groups
     for tokens in (1, 130):
         assert roll(model, replace(args, rollout_tokens=tokens)).groups == first

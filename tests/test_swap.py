@@ -10,17 +10,9 @@ from torch import tensor
 from torch.distributed.tensor import DTensor
 
 import refcache
-from refcache import (
-    BadInput, Swap, check_agreement, full_tensor, log_ratios, shard)
+from refcache import BadInput, Swap, check_agreement, full_tensor, log_ratios, shard
 
 IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
-
-
-def adapted(**config):
-    """Llama under a new adapter, whose B is 0: as yet it computes what the bare model does."""
-    peft = pytest.importorskip("peft")
-    config = dict(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"]) | config
-    return peft.get_peft_model(make("llama"), peft.LoraConfig(**config)).eval()
 
 
 @torch.no_grad()
@@ -37,7 +29,6 @@ def copy_of(model):
 
 
 # --- Swap
-
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "glm4-moe-buffer"])
 @pytest.mark.parametrize("raises", [False, True])
@@ -71,7 +62,6 @@ def test_parameters_stay_the_same_objects():
     with swap:
         assert all(p is before[name] for name, p in policy.named_parameters())
         assert policy.lm_head.weight is policy.model.embed_tokens.weight
-    assert sum(t.numel() for t in swap.state_dict().values()) == sum(p.numel() for p in policy.parameters())
 
 
 @pytest.mark.parametrize("given", [False, True])
@@ -86,7 +76,9 @@ def test_reference_does_not_move_with_its_model(given):
 
 
 def test_swap_of_a_lora_policy_moves_the_adapter_only():
-    policy = adapted()
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"])
+    policy = peft.get_peft_model(make("llama"), config)
     names = {name for name, p in policy.named_parameters() if p.requires_grad}
     assert Swap(policy).state_dict().keys() == names
 
@@ -159,11 +151,7 @@ def test_state_of_another_shape_is_refused():
         swap.load_state_dict(swap.state_dict() | {"lm_head.weight": torch.zeros(1, 32)})  # it would broadcast
 
 
-# --- reference_logprobs
-
-
 # --- log_ratios and check_agreement
-
 
 PROMPT, ONE, TWO = (5, 9), (60, 12, 7, 90, 41), (8,)
 PAIR = [(PROMPT, [ONE, TWO])]
