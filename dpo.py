@@ -16,7 +16,7 @@ Shapes    B pairs in a batch; (B,) per pair. w: the chosen answer y_w; l: the re
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref) of an answer (simpo alone: per token) |
           rewards/margins: their difference | rewards/accuracies: fraction of pairs where it is > 0, ties count 1/2 |
           logps/*: log π(y|x) | logratio: |log π − log π_ref| of y_w per token | nll/chosen: −log π of y_w per token |
-          grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU |
+          grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak |
           eval_*: of held-out pairs | eval_score: mean of --score
 """
 import csv
@@ -116,7 +116,7 @@ class Args:
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
-    save_every: int = 50  # steps between checkpoints; 0: none
+    save_every: int = 50  # steps between checkpoints; 0: the last
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
@@ -264,7 +264,7 @@ def main(args: Args) -> list[dict]:
         scored = reference.fill(lambda: load_model(args.ref_model, device, args), groups(rows + eval_rows),
                                 args.tokens_per_forward, path)  # frees the reference model
         print(f"reference: {scored} completions scored, all are in {path}")
-    if steps == 0:
+    if steps < 1:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
@@ -428,6 +428,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
     Drops rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
+    except ImportError:
+        raise
     except Exception as error:
         raise BadInput(f"{source} is no .jsonl, .json, .csv, .parquet or hub dataset: {error}")
     rows = []

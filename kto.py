@@ -11,15 +11,14 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
 z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws it in each batch;
 here each row keeps one, so that its reference log-probs can be cached.
 
-Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `prompt, chosen, rejected`, which give one
+Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `prompt, chosen, rejected`, which give a
           row of each kind; strings or chat messages:
           {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{..}], "label": true}
 Shapes    B rows in a batch; (B,) per row.
 Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
-          difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/*: log π(y|x) | logratio: |ρ| per token | nll/chosen: −log π(y|x) per token | grad_norm: before
-          clipping | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU | eval_*: of held-out
-          rows | eval_score: mean of --score
+          difference | rewards/accuracies: fraction where ρ has the sign of its label, ties 1/2 | logps/*: log π(y|x) |
+          logratio: |ρ| per token | nll/chosen: −log π(y|x) per token | grad_norm: before clipping | learning_rate |
+          seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of held-out rows | eval_score: mean of --score
 """
 import csv
 import hashlib
@@ -113,7 +112,7 @@ class Args:
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
-    save_every: int = 50  # steps between checkpoints; 0: none
+    save_every: int = 50  # steps between checkpoints; 0: the last
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
@@ -266,7 +265,7 @@ def main(args: Args) -> list[dict]:
         scored = reference.fill(lambda: load_model(args.ref_model, device, args), groups(rows),
                                 args.tokens_per_forward, path)  # frees the reference model
         print(f"reference: {scored} completions scored, all are in {path}")
-    if steps == 0:
+    if steps < 1:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
@@ -468,6 +467,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
     Drops rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
+    except ImportError:
+        raise
     except Exception as error:
         raise BadInput(f"{source} is no .jsonl, .json, .csv, .parquet or hub dataset: {error}")
     rows = []

@@ -15,12 +15,11 @@ Data      rows `prompt`, a string or chat messages, and any columns for the rewa
           A reward is a function(prompts, completions, **columns) -> a float or None per completion.
 Shapes    B prompts per step, k samples each, T tokens in the longest: rewards and advantages are (B, k); log-probs of
           tokens are (B, k, T), 0 after the end of a sample. b: prompts in a micro-batch.
-Metrics   reward, reward_std: over all samples, before KL | rewards/NAME: of one function |
-          frac_reward_zero_std: fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
-          per token | completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss |
-          clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token |
-          grad_norm | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU | eval_*: of one sample
-          per held-out prompt
+Metrics   reward, reward_std: over all samples, before KL | rewards/NAME: of one function | frac_reward_zero_std:
+          fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats per token |
+          completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss | clip_ratio |
+          sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token | grad_norm |
+          learning_rate | seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of one sample per held-out prompt
 """
 import csv
 import hashlib
@@ -122,7 +121,7 @@ class Args:
     rollout_tokens: int = 65536  # places in the key-value cache; likewise
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
-    save_every: int = 50  # steps between checkpoints; 0: none
+    save_every: int = 50  # steps between checkpoints; 0: the last
     eval_every: int | None = None  # steps between evaluations; None: before and after only
 
 
@@ -283,7 +282,7 @@ def main(args: Args) -> list[dict]:
         values = {"step": 0}
         values |= evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
         append(out / "metrics.jsonl", [values])
-    if steps == 0:
+    if steps < 1:
         barrier()  # the first process has written
         return report(out)
 
@@ -300,7 +299,7 @@ def main(args: Args) -> list[dict]:
             progress.write("All samples of each prompt have equal rewards: nothing is learned.")
         if step == 1 and not samples.ended.any():
             stops = tokenizer.convert_ids_to_tokens(stop_tokens(policy, tokenizer))
-            progress.write(f"No sample ends: does the template end turns with one of {stops}?")
+            progress.write(f"No sample ends: raise --max_new_tokens? Does the template end turns with one of {stops}?")
         if args.mask_truncated:
             rewards = torch.where(samples.ended, rewards, math.nan)
 
@@ -619,6 +618,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
     Drops rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
+    except ImportError:
+        raise
     except Exception as error:
         raise BadInput(f"{source} is no .jsonl, .json, .csv, .parquet or hub dataset: {error}")
     rows = []

@@ -139,6 +139,7 @@ def test_never_two_models_in_memory(loaded):
 
 def test_complete_cache_is_only_read(run, loaded):
     path = run(**FIRST).out / "reference_logprobs.pkl"
+    loaded.clear()
     before = path.stat()
     dpo.main(arguments(ref_cache=str(path), beta=0.3, steps=1))  # other settings, the same reference
     assert loaded == [(True, 1)]
