@@ -116,7 +116,7 @@ class Args:
     tokens_per_forward: int = 16384  # memory and speed only, never the result
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
-    save_every: int = 50  # steps between checkpoints; 0: the last
+    save_every: int = 50  # steps between checkpoints; 0: none
     eval_every: int | None = None  # steps between evaluations; None: before and after only
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # per such answer
@@ -323,17 +323,17 @@ def main(args: Args) -> list[dict]:
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
         append(out / "metrics.jsonl", [values])
-        if step == steps or (args.save_every and step % args.save_every == 0):
+        if args.save_every and (step == steps or step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} pairs; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
     history = report(out)
     before, after = (history[i].get("eval_nll/chosen", 0.0) for i in (0, -1))
     if after > before + 1:
         print(f"Chosen answers are less likely, {before:.1f} → {after:.1f} nats per token: lower --lr, raise --beta")
+    print(f"see {out}/model and {out}/samples.jsonl; python benchmarks/plot.py {out}")
     return history
 
 
@@ -356,7 +356,9 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         if isinstance(prompts[0], list):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
-        lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
+        if len(scores) != len(rows):
+            raise BadInput(f"{args.score} gave {len(scores)} scores, not {len(rows)}")
+        lines = [line | {"score": score} for line, score in zip(lines, scores)]
         means["eval_score"] = float(np.nanmean(np.array(scores, float)))  # without None
     append(out / "samples.jsonl", lines)
     return means
@@ -428,8 +430,6 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
     Drops rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
-    except ImportError:
-        raise
     except Exception as error:
         raise BadInput(f"{source} is no .jsonl, .json, .csv, .parquet or hub dataset: {error}")
     rows = []

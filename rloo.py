@@ -121,7 +121,7 @@ class Args:
     rollout_tokens: int = 65536  # places in the key-value cache; likewise
     gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
 
-    save_every: int = 50  # steps between checkpoints; 0: the last
+    save_every: int = 50  # steps between checkpoints; 0: none
     eval_every: int | None = None  # steps between evaluations; None: before and after only
 
 
@@ -339,14 +339,15 @@ def main(args: Args) -> list[dict]:
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
         append(out / "metrics.jsonl", [values])
-        if step == steps or (args.save_every and step % args.save_every == 0):
+        if args.save_every and (step == steps or step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} × {args.k} samples; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
-    return report(out)
+    history = report(out)
+    print(f"see {out}/model and {out}/samples.jsonl; python benchmarks/plot.py {out}")
+    return history
 
 
 # ---- Sampling --------------------------------------------------------
@@ -618,8 +619,6 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
     Drops rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
-    except ImportError:
-        raise
     except Exception as error:
         raise BadInput(f"{source} is no .jsonl, .json, .csv, .parquet or hub dataset: {error}")
     rows = []
