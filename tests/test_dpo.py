@@ -277,6 +277,8 @@ def test_scores_get_the_columns_of_all_rows(tmp_path):
     means, lines = sampled(tmp_path, "return [float(answer == '42') for answer in columns['answer']]")
     assert means == {"eval_score": 0.5} and [line["score"] for line in lines] == [0.0, 1.0]
     assert [line["step"] for line in lines] == [7, 7]
+    with pytest.raises(BadInput, match="gave 1 scores, not 2"):
+        sampled(tmp_path / "..", "return [1.0]")
 
 
 def test_prompts_without_room_for_an_answer_get_none(tmp_path):
