@@ -16,7 +16,7 @@ Shapes    B pairs in a batch; (B,) per pair. w: the chosen answer y_w; l: the re
 Metrics   loss | rewards/chosen, rewards/rejected: β (log π − log π_ref) of an answer (simpo alone: per token) |
           rewards/margins: their difference | rewards/accuracies: fraction of pairs where it is > 0, ties count 1/2 |
           logps/*: log π(y|x) | logratio: |log π − log π_ref| of y_w per token | nll/chosen: −log π of y_w per token |
-          grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU |
+          grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak |
           eval_*: of held-out pairs | eval_score: mean of --score
 """
 import csv
@@ -264,7 +264,7 @@ def main(args: Args) -> list[dict]:
         scored = reference.fill(lambda: load_model(args.ref_model, device, args), groups(rows + eval_rows),
                                 args.tokens_per_forward, path)  # frees the reference model
         print(f"reference: {scored} completions scored, all are in {path}")
-    if steps == 0:
+    if steps < 1:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
@@ -323,17 +323,17 @@ def main(args: Args) -> list[dict]:
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
         append(out / "metrics.jsonl", [values])
-        if step == steps or (args.save_every and step % args.save_every == 0):
+        if args.save_every and (step == steps or step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} pairs; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
     history = report(out)
     before, after = (history[i].get("eval_nll/chosen", 0.0) for i in (0, -1))
     if after > before + 1:
         print(f"Chosen answers are less likely, {before:.1f} → {after:.1f} nats per token: lower --lr, raise --beta")
+    print(f"see {out}/model and {out}/samples.jsonl; python benchmarks/plot.py {out}")
     return history
 
 
@@ -356,7 +356,9 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         if isinstance(prompts[0], list):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
-        lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
+        if len(scores) != len(rows):
+            raise BadInput(f"{args.score} gave {len(scores)} scores, not {len(rows)}")
+        lines = [line | {"score": score} for line, score in zip(lines, scores)]
         means["eval_score"] = float(np.nanmean(np.array(scores, float)))  # without None
     append(out / "samples.jsonl", lines)
     return means

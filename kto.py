@@ -5,21 +5,20 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     ρ = log π(y|x) − log π_ref(y|x)          z = max(0, mean over the batch of log π(y'|x) − log π_ref(y'|x))
     L(θ) = E  λ_D (1 − σ(β (ρ − z)))   if y is desirable,      λ_U (1 − σ(β (z − ρ)))   if not
 
-    python kto.py  # the demo: under a minute
-    python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen
+    python kto.py  # the demo
+    python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl
 
-z estimates KL(π || π_ref) and carries no gradient. y' is an answer to another prompt. The paper draws it in each batch;
-here each row keeps one, so that its reference log-probs can be cached.
+z estimates KL(π || π_ref), without gradient. y' answers another prompt. The paper draws it in each batch; here each row
+keeps one, whose reference log-probs can be cached.
 
-Data      rows `prompt, completion, label` (true or false, 1 or 0), or pairs `prompt, chosen, rejected`, which give one
+Data      rows `prompt, completion, label` (true, false, 1, 0), or pairs `prompt, chosen, rejected`, which give a
           row of each kind; strings or chat messages:
           {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{..}], "label": true}
 Shapes    B rows in a batch; (B,) per row.
-Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of desirable / undesirable rows | rewards/margins: their
-          difference | rewards/accuracies: fraction of rows whose ρ has the sign of their label, ties count 1/2 |
-          logps/*: log π(y|x) | logratio: |ρ| per token | nll/chosen: −log π(y|x) per token | grad_norm: before
-          clipping | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU | eval_*: of held-out
-          rows | eval_score: mean of --score
+Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of (un)desirable rows | rewards/margins: their
+          difference | rewards/accuracies: fraction where ρ has the sign of its label, ties 1/2 | logps/*: log π(y|x) |
+          logratio: |ρ| per token | nll/chosen: −log π(y|x) per token | grad_norm: before clipping | learning_rate |
+          seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of held-out rows | eval_score: mean of --score
 """
 import csv
 import hashlib
@@ -180,7 +179,7 @@ def with_others(rows: list[Row]) -> list[Row]:
 
 
 def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
-    """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs."""
+    """The Batch of these rows. ref_logps[prompt, answer]: token log-probs."""
     logps = completion_logprobs(policy, groups(rows))
     ratios = log_ratios(logps, groups(rows), ref_logps, args.humanline)  # both: per row [(|y|,)]
     return Batch(
@@ -266,7 +265,7 @@ def main(args: Args) -> list[dict]:
         scored = reference.fill(lambda: load_model(args.ref_model, device, args), groups(rows),
                                 args.tokens_per_forward, path)  # frees the reference model
         print(f"reference: {scored} completions scored, all are in {path}")
-    if steps == 0:
+    if steps < 1:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
@@ -326,17 +325,17 @@ def main(args: Args) -> list[dict]:
             values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
         append(out / "metrics.jsonl", [values])
-        if step == steps or (args.save_every and step % args.save_every == 0):
+        if args.save_every and (step == steps or step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} rows; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
     history = report(out)
     before, after = (history[i].get("eval_nll/chosen", 0.0) for i in (0, -1))
     if after > before + 1:
         print(f"Chosen answers are less likely, {before:.1f} → {after:.1f} nats per token: lower --lr, raise --beta")
+    print(f"see {out}/model and {out}/samples.jsonl; python benchmarks/plot.py {out}")
     return history
 
 
@@ -359,7 +358,9 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         if isinstance(prompts[0], list):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
         scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
-        lines = [line | {"score": score} for line, score in zip(lines, scores, strict=True)]
+        if len(scores) != len(rows):
+            raise BadInput(f"{args.score} gave {len(scores)} scores, not {len(rows)}")
+        lines = [line | {"score": score} for line, score in zip(lines, scores)]
         means["eval_score"] = float(np.nanmean(np.array(scores, float)))  # without None
     append(out / "samples.jsonl", lines)
     return means
@@ -401,7 +402,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
 def answers_of(row: dict) -> list:
     if "chosen" in row:
         return [row["chosen"], row["rejected"]]
-    is_desirable(row)  # a bad label is an error of this row
+    is_desirable(row)  # or raises
     return [row["completion"]]
 
 

@@ -15,12 +15,11 @@ Data      rows `prompt`, a string or chat messages, and any columns for the rewa
           A reward is a function(prompts, completions, **columns) -> a float or None per completion.
 Shapes    B prompts per step, k samples each, T tokens in the longest: rewards and advantages are (B, k); log-probs of
           tokens are (B, k, T), 0 after the end of a sample. b: prompts in a micro-batch.
-Metrics   reward, reward_std: over all samples, before KL | rewards/NAME: of one function |
-          frac_reward_zero_std: fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats
-          per token | completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss |
-          clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token |
-          grad_norm | learning_rate | seconds | tokens_per_second | memory_gb: peak of the GPU | eval_*: of one sample
-          per held-out prompt
+Metrics   reward, reward_std: over all samples, before KL | rewards/NAME: of one function | frac_reward_zero_std:
+          fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats per token |
+          completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss | clip_ratio |
+          sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token | grad_norm |
+          learning_rate | seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of one sample per held-out prompt
 """
 import csv
 import hashlib
@@ -283,7 +282,7 @@ def main(args: Args) -> list[dict]:
         values = {"step": 0}
         values |= evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
         append(out / "metrics.jsonl", [values])
-    if steps == 0:
+    if steps < 1:
         barrier()  # the first process has written
         return report(out)
 
@@ -300,7 +299,7 @@ def main(args: Args) -> list[dict]:
             progress.write("All samples of each prompt have equal rewards: nothing is learned.")
         if step == 1 and not samples.ended.any():
             stops = tokenizer.convert_ids_to_tokens(stop_tokens(policy, tokenizer))
-            progress.write(f"No sample ends: does the template end turns with one of {stops}?")
+            progress.write(f"No sample ends: raise --max_new_tokens? Does the template end turns with one of {stops}?")
         if args.mask_truncated:
             rewards = torch.where(samples.ended, rewards, math.nan)
 
@@ -340,14 +339,15 @@ def main(args: Args) -> list[dict]:
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
         append(out / "metrics.jsonl", [values])
-        if step == steps or (args.save_every and step % args.save_every == 0):
+        if args.save_every and (step == steps or step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     save_model(policy, tokenizer, out / "model")
-    print(f"{steps} steps of {batch_size} × {args.k} samples; see {out / 'model'} and {out / LOGS[1]}")
     lock.release()
-    return report(out)
+    history = report(out)
+    print(f"see {out}/model and {out}/samples.jsonl; python benchmarks/plot.py {out}")
+    return history
 
 
 # ---- Sampling --------------------------------------------------------

@@ -122,7 +122,7 @@ def test_args_json_has_flags_versions_and_digests(run):
     assert written["weights"] == {tiny(): checkpoint_digest(tiny())} and "dpo.py" in written
 
 
-@pytest.mark.parametrize("save_every, steps", [(0, [3]), (2, [2, 3])])
+@pytest.mark.parametrize("save_every, steps", [(0, []), (2, [2, 3])])
 def test_checkpoints_are_written_every_so_many_steps(monkeypatch, save_every, steps):
     saved = []
     monkeypatch.setattr(dpo, "save_checkpoint", lambda out, step, *more: saved.append(step))
@@ -139,6 +139,7 @@ def test_never_two_models_in_memory(loaded):
 
 def test_complete_cache_is_only_read(run, loaded):
     path = run(**FIRST).out / "reference_logprobs.pkl"
+    loaded.clear()
     before = path.stat()
     dpo.main(arguments(ref_cache=str(path), beta=0.3, steps=1))  # other settings, the same reference
     assert loaded == [(True, 1)]
@@ -276,6 +277,8 @@ def test_scores_get_the_columns_of_all_rows(tmp_path):
     means, lines = sampled(tmp_path, "return [float(answer == '42') for answer in columns['answer']]")
     assert means == {"eval_score": 0.5} and [line["score"] for line in lines] == [0.0, 1.0]
     assert [line["step"] for line in lines] == [7, 7]
+    with pytest.raises(BadInput, match="gave 1 scores, not 2"):
+        sampled(tmp_path / "..", "return [1.0]")
 
 
 def test_prompts_without_room_for_an_answer_get_none(tmp_path):
