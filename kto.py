@@ -290,7 +290,7 @@ def main(args: Args) -> list[dict]:
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # for a resumed run
+        torch.manual_seed(args.seed + step)  # the same in a resumed run
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         first = step - (step - 1) % window
         if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
@@ -335,7 +335,7 @@ def main(args: Args) -> list[dict]:
     before, after = (history[i].get("eval_nll/chosen", 0.0) for i in (0, -1))
     if after > before + 1:
         print(f"Chosen answers are less likely, {before:.1f} → {after:.1f} nats per token: lower --lr, raise --beta")
-    print(f"see {out}/model and {out}/samples.jsonl; python benchmarks/plot.py {out}")
+    print(f"see {out}/model and {out}/samples.jsonl; for curves: python benchmarks/plot.py {out}")
     return history
 
 

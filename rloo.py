@@ -289,7 +289,7 @@ def main(args: Args) -> list[dict]:
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # for a resumed run
+        torch.manual_seed(args.seed + step)  # the same in a resumed run
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
         rewards, reward_means = compute_rewards(samples, rows, functions)
@@ -346,7 +346,7 @@ def main(args: Args) -> list[dict]:
     save_model(policy, tokenizer, out / "model")
     lock.release()
     history = report(out)
-    print(f"see {out}/model and {out}/samples.jsonl; python benchmarks/plot.py {out}")
+    print(f"see {out}/model and {out}/samples.jsonl; for curves: python benchmarks/plot.py {out}")
     return history
 
 
