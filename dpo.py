@@ -107,7 +107,7 @@ class Args:
     batch_size: int = 32  # pairs per optimizer step
     lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    warmup: float = 0.1  # fraction of steps in which lr rises
+    warmup: float = 0.1  # steps in which lr rises, or their fraction if below 1
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # 0: no clipping
     seed: int = 0
@@ -383,7 +383,7 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
 
 # ---- Rows of the data ------------------------------------------------
 
-COLUMNS = 'prompt, chosen, rejected, as strings or lists of {"role", "content"}'
+COLUMNS = 'prompt, chosen, rejected, as strings or lists of {"role", "content"}, not {"from", "value"}'
 
 
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
@@ -430,6 +430,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
     Drops rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
+    except ImportError:
+        raise
     except Exception as error:
         raise BadInput(f"{source} is no .jsonl, .json, .csv, .parquet or hub dataset: {error}")
     rows = []
@@ -438,8 +440,9 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
     for number, row in enumerate(file_rows, 1):
         if isinstance(row, str) and not row.strip():
             continue
+        columns = {}
         try:
-            columns = json.loads(row) if isinstance(row, str) else row
+            columns = dict(json.loads(row) if isinstance(row, str) else row)
             if None in columns:
                 raise ValueError("more cells than the header")
             prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat, counts)
@@ -451,7 +454,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
         except Exception as error:
             if isinstance(error, (LookupError, TypeError, AttributeError)):
                 error = f"expected {COLUMNS}"
-            raise BadInput(f"{source}:{number}: {error}; found {str(row)[:200]}")
+            raise BadInput(f"{source}:{number}: {error}; found {', '.join(map(str, columns))}: {str(row)[:200]}")
     if not rows:
         raise BadInput(f"{source} holds no rows")
     kind, lacks_prompt = kinds.pop()
@@ -472,6 +475,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
             counts["dropped: empty, or no prompt and no common beginning"] += 1
         elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
+        elif args.as_chat and any("\n\nHuman:" in text for text in texts):
+            counts["dropped: a turn of the user in an answer"] += 1
         elif length > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
             lengths.append(length)
@@ -496,12 +501,13 @@ def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple
     if prompt is None:
         if len(answers) < 2:
             raise KeyError("prompt")
-        if as_chat and isinstance(answers[0], str):
-            raise ValueError("--as_chat needs a prompt column")
         common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # characters or messages
         prompt = answers[0][:len(common)]
         if isinstance(prompt, str):
-            prompt = prompt.removesuffix(" ")  # a space belongs to the token that follows it
+            before, turn, _ = prompt.rpartition("\n\nAssistant:")  # of Anthropic's HH
+            if as_chat and not turn:
+                raise ValueError("--as_chat needs a prompt column")
+            prompt = before + turn or prompt.removesuffix(" ")  # a space belongs to the token that follows it
         answers = [answer[len(prompt):] for answer in answers]
     if isinstance(prompt, str) and answers and not isinstance(answers[0], str):
         prompt = [{"role": "user", "content": prompt}]
@@ -513,7 +519,11 @@ def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple
     if roles & {"user", "system"}:
         raise ValueError("an answer begins or ends with a user or system message")
     if as_chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt.strip()}]
+        turns = ["Human", prompt]
+        if prompt.startswith("\n\nHuman:"):
+            turns = re.split("\n\n(Human|Assistant):", prompt.removesuffix("\n\nAssistant:"))[1:]
+        roles = {"Human": "user", "Assistant": "assistant"}
+        prompt = [{"role": roles[name], "content": text.strip()} for name, text in zip(turns[::2], turns[1::2])]
         answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
     return prompt, answers
 
@@ -653,9 +663,12 @@ def load_reference(policy, device: str, args):
 
 @lru_cache
 def load_function(spec: str) -> Callable:
-    file, _, name = spec.rpartition(":")  # FILE.py:FUNCTION
+    file, _, name = spec.partition(":")
     sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
-    return runpy.run_path(file)[name]  # unlike import, it allows two files of one name
+    functions = runpy.run_path(file)  # unlike import, it allows two files of one name
+    if name not in functions:
+        raise BadInput(f"{spec}: no such function, expected FILE.py:FUNCTION")
+    return functions[name]
 
 
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
@@ -672,6 +685,8 @@ def resolve(args, new_tokens: int = 0):
         raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
     if args.lora_r and base_of(args.model) != args.model:
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+    if not args.lora_r and (args.lora_alpha or args.lora_target != "all-linear"):
+        raise BadInput("--lora_alpha and --lora_target are of a new adapter: give --lora_r, too")
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
     config = AutoConfig.from_pretrained(base_of(args.model))
@@ -712,7 +727,7 @@ def batch_rows(step: int, rows: list, batch_size: int, seed: int, n_steps: int =
 
 def learning_rate(step: int, steps: int, args) -> float:
     """Linear warmup to --lr, then constant, or falling to 0 at steps + 1."""
-    warmup_steps = round(args.warmup * steps)
+    warmup_steps = round(args.warmup * steps) if args.warmup < 1 else args.warmup
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
     remaining = (steps - step + 1) / (steps - warmup_steps)
@@ -741,7 +756,11 @@ def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
     run = asdict(args) | {"torch": torch.__version__, "transformers": transformers.__version__}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
     run["weights"] = {name: checkpoint_digest(name) for name in models}
-    run["functions"] = {spec: digest_of([Path(spec.rpartition(":")[0]).read_bytes()]) for spec in functions if spec}
+    load_function.cache_clear()  # in a notebook its file may have changed
+    run["functions"] = {}
+    for spec in filter(None, functions):
+        load_function(spec)  # an error comes now
+        run["functions"][spec] = digest_of([Path(spec.partition(":")[0]).read_bytes()])
     run["rows"] = digest_of(train_rows)
     run["held-out rows"] = digest_of(eval_rows)
     for file in (Path(__file__), HERE / "refcache.py"):

@@ -137,6 +137,20 @@ def test_as_chat_makes_messages_of_strings(load):
         load([NO_PROMPT], as_chat=True)  # what the answers have in common is no turn
 
 
+def test_dialogues_of_hh_become_messages(load, capsys):
+    begin = "\n\nHuman: Warm?\n\nAssistant: Warm.\n\nHuman: Sure?\n\nAssistant:"
+    messages = said("Warm?", "user") + said("Warm.") + said("Sure?", "user")
+    expected = load([dict(prompt=messages, chosen=said("It is."), rejected=said("It was."))])[0][:3]
+    published = dict(chosen=begin + " It is.", rejected=begin + " It was.")
+    for row in (published, dict(prompt=begin, chosen=" It is.", rejected=" It was.")):
+        assert load([row], as_chat=True)[0][:3] == expected
+    assert load([dict(prompt=begin)], script=rloo, as_chat=True)[0].prompt == expected[0]
+    assert decode(load([published])[0])[1:] == [f" It is.{END}", f" It was.{END}"]  # " It" is no part of the prompt
+    longer = dict(chosen=begin + " No.\n\nHuman: Why?\n\nAssistant: So.", rejected=begin + " Yes.")
+    assert len(load([published, published, longer], as_chat=True)) == 2
+    assert "1 dropped: a turn of the user in an answer" in capsys.readouterr().out
+
+
 def test_strings_beside_a_template_are_reported(load, capsys):
     load([TEXT])
     assert "--as_chat" in capsys.readouterr().out
@@ -285,6 +299,13 @@ def test_rows_are_told_which_columns_are_expected(load, script, columns):
     for row in (dict(question="q", answer="a"), dict(completion="a", label=1)):
         with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found .*{'.*'.join(row)}"):
             load([row], script=script)
+
+
+def test_missing_package_is_an_import_error(load, monkeypatch):
+    """The last lines of a script add what to install."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="datasets"):
+        load(Path("owner/name"))
 
 
 def test_answers_of_another_role_are_refused(load):

@@ -216,7 +216,7 @@ def test_learning_rate_by_hand():
         assert rates[:5] == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0]) and all(0 < rate <= 2 for rate in rates)
         assert rates[5:] == sorted(rates[5:], reverse=True) and (rates[-1] == 2) == (schedule == "constant")
     assert [learning_rate(step, 4, Args(lr=1.0, warmup=0.0)) for step in range(1, 5)] == [1.0, 0.75, 0.5, 0.25]
-    assert [learning_rate(step, 2, Args(lr=1.0, warmup=1.0)) for step in (1, 2)] == [0.5, 1.0]
+    assert [learning_rate(step, 2, Args(lr=1.0, warmup=2)) for step in (1, 2)] == [0.5, 1.0]  # steps
 
 
 # --- Answers to held-out prompts, and their scores
@@ -281,6 +281,15 @@ def test_scores_get_the_columns_of_all_rows(tmp_path):
         sampled(tmp_path / "..", "return [1.0]")
 
 
+def test_edited_function_is_read_again(tmp_path):
+    """In a notebook, which calls main() twice."""
+    file = tmp_path / "number.py"
+    for number in (1, 2):
+        file.write_text(f"def number():\n    return {number}\n")
+        dpo.describe_run([], [], [f"{file}:number"], arguments())
+        assert dpo.load_function(f"{file}:number")() == number
+
+
 def test_prompts_without_room_for_an_answer_get_none(tmp_path):
     assert sampled(tmp_path, "return [1.0] * len(prompts)", max_new_tokens=255) == ({}, [])
 
@@ -292,7 +301,8 @@ def test_prompts_without_room_for_an_answer_get_none(tmp_path):
     (dict(data=None), "--model and --data"), (dict(sync_reference=2), "--ref swap"),
     (dict(humanline=(-1.0, 1.5)), "--ref swap"),
     (dict(humanline=(-1.0, 1.5), ref="swap", sync_reference=1), "--humanline"),
-    (dict(max_length=5), "--max_length"), (dict(max_new_tokens=256), "--max_new_tokens 256")])
+    (dict(max_length=5), "--max_length"), (dict(max_new_tokens=256), "--max_new_tokens 256"),
+    (dict(score=f"{ROOT}/demo/score.py:sucess"), "FILE.py:FUNCTION"), (dict(lora_target="q_proj"), "--lora_r")])
 def test_bad_input_is_refused(loaded, changes, words):
     with pytest.raises(BadInput, match=words):
         dpo.main(arguments(**changes))

@@ -35,6 +35,9 @@ def constant(completions, **columns):
 def silent(completions, **columns):
     return [None] * len(completions)
 
+def single(**columns):
+    return [1.0]
+
 def infinite(completions, **columns):
     return [1.0, float("-inf")] + [0.0] * (len(completions) - 2)
 """
@@ -111,6 +114,12 @@ def test_rewards_are_weighted():
     assert means == {"rewards/f0": 2.5, "rewards/f1": 15}
 
 
+def test_rewards_of_one_name_have_metrics_of_their_own():
+    names = [name for name, _, _ in rloo.load_rewards("cpu", Args(reward=(f"{FILE}:vowels", f"{FILE}:vowels")))]
+    assert names == [f"{FILE}:vowels"] * 2
+    assert rloo.load_rewards("cpu", Args(reward=(f"{FILE}:vowels",)))[0][0] == "vowels"
+
+
 def test_columns_come_once_per_sample():
     seen = {}
 
@@ -148,7 +157,9 @@ def test_constant_rewards_change_nothing(rolled):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "--max_new_tokens"),
-    (dict(reward=(f"{FILE}:silent",)), "reward"), (dict(reward=(f"{FILE}:infinite",)), "reward")])
+    (dict(reward=(f"{FILE}:silent",)), "reward"), (dict(reward=(f"{FILE}:infinite",)), "reward"),
+    (dict(reward=(f"{FILE}:single",)), "single gave 1 rewards for"), (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNC"),
+    (dict(reward=(str(FILE),)), "FILE.py:FUNCTION")])
 def test_misuse_and_bad_rewards_are_refused(changes, words):
     with pytest.raises(BadInput, match=words):
         main(arguments("rloo", **FLAGS | changes))
