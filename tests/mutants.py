@@ -114,7 +114,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ('state |= {f"optimizer', '_ = {f"optimizer'),
         ("shutil.rmtree(folder, ignore_errors=True)  # of a killed save", "pass")],
     ("kto.py", "test_resume"): [
-        ('run["functions"] =', "_ =")],
+        ('run["functions"][spec] =', "_ =")],
 }
 
 
