@@ -50,7 +50,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import find_adapter_config_file
 
 from refcache import (
     BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
@@ -621,7 +620,7 @@ def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
 
 def base_of(name: str) -> str:
     """The base of an adapter, or the checkpoint itself."""
-    config = find_adapter_config_file(name)
+    config = transformers.utils.find_adapter_config_file(name)
     return json.loads(Path(config).read_text())["base_model_name_or_path"] if config else name
 
 
@@ -647,6 +646,10 @@ def load_model(name: str, device: str, args, trains: bool = False):
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
     model.requires_grad_(trains_all)
+    names = [f".{name}" for name, _ in model.named_modules()]
+    for target in args.lora_target.split(","):
+        if target != "all-linear" and not any(name.endswith(f".{target}") for name in names):
+            raise BadInput(f"--lora_target {target}: {args.model} has no such layer")
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)
     is_sharded = processes()[1] > 1 or (trains and args.dtype == "bfloat16")
@@ -724,18 +727,11 @@ def resolve(args, new_tokens: int = 0):
         raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
     if args.lora_r and base_of(args.model) != args.model:
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
-    if not args.lora_r and (args.lora_alpha or args.lora_target != "all-linear"):
-        raise BadInput("--lora_alpha and --lora_target are of a new adapter: give --lora_r, too")
+    if args.lora_target != "all-linear" and not args.lora_r:
+        raise BadInput("--lora_target needs --lora_r")
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
-    config = AutoConfig.from_pretrained(base_of(args.model))
-    if args.lora_r and args.lora_target != "all-linear":
-        with torch.device("meta"):
-            names = [f".{name}" for name, _ in AutoModelForCausalLM.from_config(config).named_modules()]
-        for target in args.lora_target.split(","):
-            if not any(name.endswith(f".{target}") for name in names):
-                raise BadInput(f"--lora_target {target}: {args.model} has no such layer")
-    context = context_length(config)
+    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
     if args.max_new_tokens >= context:
         raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
     return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
