@@ -201,7 +201,7 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
     ratios = log_ratios(logps, groups(rows), ref_logps, args.humanline)  # both: per pair [(|y_w|,), (|y_l|,)]
     logp_w, logp_l = sum_tokens(logps).unbind(dim=1)  # (B, 2) -> (B,), (B,)
     ratio_w, ratio_l = sum_tokens(ratios).unbind(dim=1)
-    lengths = torch.tensor([(len(row.chosen), len(row.rejected)) for row in rows])
+    lengths = [(len(row.chosen), len(row.rejected)) for row in rows]
     len_w, len_l = to_device(lengths, logp_w.device).unbind(dim=1)
     return Batch(logp_w, logp_l, ratio_w, ratio_l, len_w, len_l)
 
@@ -209,7 +209,7 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
     """Mean metrics of a batch, in micro-batches that the processes divide. With `train`, adds the loss's gradient."""
     totals = Counter()
-    for indices, counts in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
+    for indices, counts in micro_batches(policy, groups(rows), args.tokens_per_forward):
         micro = [rows[i] for i in indices]
         scale = counts / len(rows)
         with torch.set_grad_enabled(train):
@@ -267,7 +267,7 @@ def main(args: Args) -> list[dict]:
         return []
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
-    if args.ref not in ("cache", "none"):
+    if args.ref in ("swap", "live"):
         reference = load_reference(policy, device, args)
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
@@ -302,7 +302,7 @@ def main(args: Args) -> list[dict]:
 
         if args.humanline:
             reference.sync()  # before the update, as HALOs does
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+        grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
         values["grad_norm"] = full_tensor(grad_norm).item()
         values["learning_rate"] = learning_rate(step, steps, args)
         if not math.isfinite(values["loss"] + values["grad_norm"]):
@@ -346,8 +346,7 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         return {}
     answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    prompts = tokenizer.batch_decode([row.prompt for row in rows])
-    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, texts)]
+    lines = [dict(step=step, prompt=tokenizer.decode(row.prompt), completion=text) for row, text in zip(rows, texts)]
     means = {}
     if args.score:
         columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
@@ -613,8 +612,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
             raise BadInput(f"--lora_target {target}: {args.model} has no such layer")
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)
-    is_sharded = processes()[1] > 1 or (trains and args.dtype == "bfloat16")
-    if is_sharded:
+    if processes()[1] > 1 or (trains and args.dtype == "bfloat16"):
         shard(model, device, args.dtype)
     model.eval().to(device)
     if trains_all:
@@ -794,9 +792,8 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
         write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
-        for older in out.glob("resume-*"):
-            if older != folder:
-                shutil.rmtree(older)
+        for older in set(out.glob("resume-*")) - {folder}:
+            shutil.rmtree(older)
 
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
@@ -848,9 +845,9 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
+        shutil.rmtree(hidden, ignore_errors=True)  # of a killed run
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed run
         os.replace(hidden, folder)
 
 

@@ -128,11 +128,11 @@ class Batch(NamedTuple):
     length: torch.Tensor  # |y| in tokens
 
 
-def feedback_loss(loss: str, batch: Batch, z: torch.Tensor, args: Args) -> torch.Tensor:
+def feedback_loss(batch: Batch, z: torch.Tensor, args: Args) -> torch.Tensor:
     """The loss of every row, (B,), float32. z is a scalar in nats, without gradient."""
     sign = torch.where(batch.is_desirable, 1.0, -1.0)
     weight = torch.where(batch.is_desirable, args.desirable_weight, args.undesirable_weight)  # λ_D or λ_U
-    match loss:
+    match args.loss:
         case "kto":  # equation 7
             return weight * (1 - torch.sigmoid(args.beta * sign * (batch.ratio - z)))
         case "apo_zero_unpaired":  # arXiv:2408.06266
@@ -146,7 +146,7 @@ def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.
     is_tie = batch.ratio.abs() < 1e-4  # up to rounding
     is_right = (batch.ratio > 0) == desirable
     return {
-        "loss": (feedback_loss(args.loss, batch, z, args), everything),
+        "loss": (feedback_loss(batch, z, args), everything),
         "rewards/accuracies": (torch.where(is_tie, 0.5, is_right.float()), everything),
         "logratio": ((batch.ratio / batch.length).abs(), everything),
         "nll/chosen": (-batch.logp / batch.length, desirable),
@@ -184,8 +184,8 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
     return Batch(
         logp=sum_tokens(logps).squeeze(1),
         ratio=sum_tokens(ratios).squeeze(1),
-        is_desirable=to_device(torch.tensor([row.is_desirable for row in rows]), policy.device),
-        length=to_device(torch.tensor([len(row.completion) for row in rows]), policy.device),
+        is_desirable=to_device([row.is_desirable for row in rows], policy.device),
+        length=to_device([len(row.completion) for row in rows], policy.device),
     )
 
 
@@ -194,7 +194,7 @@ def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
     """z of equation 7, a scalar: the mean over the whole batch, clamped."""
     others = with_others(rows)
     total = torch.zeros((), device=policy.device)
-    for indices, counts in micro_batches(policy, groups(others), args.tokens_per_forward, *processes()):
+    for indices, counts in micro_batches(policy, groups(others), args.tokens_per_forward):
         batch = measure(policy, [others[i] for i in indices], ref_logps, args)
         total += batch.ratio.sum() * counts
     mean = all_reduce(total) / max(1, len(others))
@@ -205,7 +205,7 @@ def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> di
     """Mean metrics of a batch, in micro-batches that the processes divide. With `train`, adds the loss's gradient."""
     z = estimate_kl(policy, rows, ref_logps, args)
     sums, numbers = Counter(), Counter()
-    for indices, counts in micro_batches(policy, groups(rows), args.tokens_per_forward, *processes()):
+    for indices, counts in micro_batches(policy, groups(rows), args.tokens_per_forward):
         micro = [rows[i] for i in indices]
         with torch.set_grad_enabled(train):
             values = metrics(measure(policy, micro, ref_logps, args), z, args)
@@ -304,7 +304,7 @@ def main(args: Args) -> list[dict]:
 
         if args.humanline:
             reference.sync()  # before the update, as HALOs does
-        grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+        grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
         values["grad_norm"] = full_tensor(grad_norm).item()
         values["learning_rate"] = learning_rate(step, steps, args)
         if not math.isfinite(values["loss"] + values["grad_norm"]):
@@ -348,8 +348,7 @@ def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> 
         return {}
     answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    prompts = tokenizer.batch_decode([row.prompt for row in rows])
-    lines = [{"step": step, "prompt": prompt, "completion": text} for prompt, text in zip(prompts, texts)]
+    lines = [dict(step=step, prompt=tokenizer.decode(row.prompt), completion=text) for row, text in zip(rows, texts)]
     means = {}
     if args.score:
         columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
@@ -652,8 +651,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
             raise BadInput(f"--lora_target {target}: {args.model} has no such layer")
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)
-    is_sharded = processes()[1] > 1 or (trains and args.dtype == "bfloat16")
-    if is_sharded:
+    if processes()[1] > 1 or (trains and args.dtype == "bfloat16"):
         shard(model, device, args.dtype)
     model.eval().to(device)
     if trains_all:
@@ -833,9 +831,8 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
         write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
-        for older in out.glob("resume-*"):
-            if older != folder:
-                shutil.rmtree(older)
+        for older in set(out.glob("resume-*")) - {folder}:
+            shutil.rmtree(older)
 
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
@@ -887,9 +884,9 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
+        shutil.rmtree(hidden, ignore_errors=True)  # of a killed run
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed run
         os.replace(hidden, folder)
 
 

@@ -116,16 +116,16 @@ class ReferenceCache(Mapping):
         return [(prompt, list(unknown)) for prompt, unknown in missing.items() if unknown]
 
     @torch.no_grad()
-    def score(self, model, groups: Groups, tokens_per_forward=16384, temperature=1.0, path=None):
+    def score(self, model, groups: Groups, tokens_per_forward=16384, path=None):
         """Scores all of these. Saves to `path` about every minute, at the end, and on an exception."""
         budget = tokens_per_forward if enable_shared_prompts(model) else 0  # 0: one row per completion
         todo = []
         for prompt, completions in groups:
             for part in pack(list(map(len, completions)), budget - len(prompt)):
                 todo.append((prompt, [completions[i] for i in part]))
-        batches = micro_batches(model, todo, tokens_per_forward, *processes()) if todo else []
+        batches = micro_batches(model, todo, tokens_per_forward)
         micros = [[todo[i] for i in indices] for indices, _ in batches]  # longest first: out of memory comes early
-        scores = ((micro, *to_cpu(completion_logprobs(model, micro, temperature))) for micro in micros)
+        scores = ((micro, *to_cpu(completion_logprobs(model, micro))) for micro in micros)
         total = sum(map(count_tokens, micros))
         new = []
         save_at = time.monotonic() + 60
@@ -210,7 +210,7 @@ def bytes_of(ids: tuple[int, ...]) -> bytes:
 
 def to_cpu(logprobs: Ragged) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     """All log-probs, (N,), which a GPU has copied when the event happens: its later work is not waited for."""
-    flat = torch.cat([values for group in logprobs for values in group])
+    flat = torch.cat(list(chain(*logprobs)))
     on_cpu = flat.to("cpu", non_blocking=True)  # pinned: one transfer
     return on_cpu, torch.cuda.current_stream().record_event() if flat.is_cuda else None
 
@@ -307,14 +307,14 @@ def structure(model) -> dict:
     return found
 
 
-def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384, temperature=1.0):
+def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384):
     """log π_ref of these completions, as a mapping. `reference`: a ReferenceCache or None, returned as they are, or a
     context manager that yields a model, such as a Swap."""
     if reference is None or isinstance(reference, ReferenceCache):
         return reference
     scored = ReferenceCache()
     with reference as model:
-        scored.score(model, scored.missing(groups), tokens_per_forward, temperature)
+        scored.score(model, scored.missing(groups), tokens_per_forward)
     return scored
 
 
@@ -437,8 +437,7 @@ def count_tokens(groups: Groups) -> int:
 
 def ragged(flat: torch.Tensor, groups: Groups) -> Ragged:
     """Splits (N,) into one tensor per completion."""
-    lengths = [len(y) for _, completions in groups for y in completions]
-    parts = iter(flat.split(lengths))
+    parts = iter(flat.split([len(y) for _, completions in groups for y in completions]))
     return [[next(parts) for _ in completions] for _, completions in groups]
 
 
@@ -450,7 +449,7 @@ def sum_tokens(values: Ragged) -> torch.Tensor:
 def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp: tuple | None = None) -> Ragged:
     """log π − log π_ref of each token. logps: of these groups; ref_logps[prompt, y]: the reference's (None: all 0).
     clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
-    ratios = torch.cat([y for completions in logps for y in completions])  # (N,)
+    ratios = torch.cat(list(chain(*logps)))  # (N,)
     if ref_logps is not None:
         flat = np.concatenate([ref_logps[prompt, y] for prompt, completions in groups for y in completions])
         ratios = ratios - to_device(flat, ratios.device)
@@ -470,7 +469,7 @@ def check_agreement(difference: float, dtype: str):
                        "another model's, or try --dtype float32")
 
 
-def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=1) -> list[tuple[list[int], int]]:
+def micro_batches(model, groups: Groups, tokens_per_forward: int) -> list[tuple[list[int], int]]:
     """This process's forwards of at most tokens_per_forward tokens, longest first (a longer group goes alone): indices
     of groups, and 1. FSDP needs equally many forwards in all processes: one without work runs group 0, counted 0 times.
     """
@@ -479,13 +478,14 @@ def micro_batches(model, groups: Groups, tokens_per_forward: int, rank=0, ranks=
     if not has_shared_prompts(model):
         rows = [len(completions) for _, completions in groups]
         lengths = [len(prompt) + max(map(len, completions)) for prompt, completions in groups]
-    batches = divide_batches(partial(pack, lengths, rows=rows), tokens_per_forward, rank, ranks)
+    batches = divide_batches(partial(pack, lengths, rows=rows), tokens_per_forward)
     return [(batch, 1) if batch else ([0], 0) for batch in batches]
 
 
-def divide_batches(pack_into: Callable, budget: int, rank: int, ranks: int) -> list[list[int]]:
-    """This process's part of pack_into(budget). The number of batches is rounded up to a multiple of `ranks`; the
+def divide_batches(pack_into: Callable, budget: int) -> list[list[int]]:
+    """This process's part of pack_into(budget). The number of batches is rounded up to a multiple of the processes; the
     smallest budget with no more batches makes them equally full. Needs no communication."""
+    rank, ranks = processes()
     n = math.ceil(len(pack_into(budget)) / ranks) * ranks
     if ranks > 1:
         budget = bisect_left(range(budget), True, key=lambda smaller: len(pack_into(smaller)) <= n)
@@ -800,7 +800,7 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
             query_ends.append(len(ids))  # the first completion simply continues its prompt
             key_ends.append(key_ends[-1] + len(prompt) + len(y))
     sizes_q, sizes_k = np.diff(query_ends).tolist(), np.diff(key_ends).tolist()  # on the CPU: no GPU sync
-    cu_seq_q, cu_seq_k = to_device(torch.tensor([query_ends, key_ends], dtype=torch.int32), device)  # (spans + 1,)
+    cu_seq_q, cu_seq_k = to_device(np.array([query_ends, key_ends], np.int32), device)  # (spans + 1,)
     ids, positions = to_device(np.stack([ids, np.concatenate(positions)]), device)  # (T,)
     sources, targets = to_device(np.stack([np.concatenate(sources), targets]), device)  # (N,)
     keys = to_device(np.concatenate(keys), device) if len(ids) < key_ends[-1] else None  # (T_k,)
@@ -813,8 +813,7 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
 def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
     """The same as a right-padded batch, a row per completion: exact for every causal model."""
     rows = [(prompt, y) for prompt, completions in groups for y in completions]
-    padded = pad_sequence([torch.tensor(prompt + y) for prompt, y in rows], batch_first=True, padding_value=-1)
-    ids = to_device(padded, device)
+    ids = to_device(pad_sequence([torch.tensor(prompt + y) for prompt, y in rows], True, -1), device)
     sources, targets = [], []
     for row, (prompt, y) in enumerate(rows):
         first = row * ids.shape[1] + len(prompt) - 1  # the shift by one: the token before predicts it

@@ -146,9 +146,9 @@ def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Te
     old_logp = logp the gradient is −advantage · ∇ log π(y|x), as in (1)."""
     log_ratio = (logp - old_logp).clamp(max=88)  # e^89 is inf, and inf · 0 is NaN
     ratio = torch.exp(log_ratio)
-    clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-    losses = -torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    return losses, clipped_ratio * advantages < ratio * advantages
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
+    return -torch.minimum(unclipped, clipped), clipped < unclipped
 
 
 # ---- A batch ---------------------------------------------------------
@@ -180,25 +180,24 @@ def score_reference(reference, samples: Samples, device: str, args: Args) -> tor
     if reference is None:
         return ref_logps
     with reference as model:
-        for indices, counts in micro_batches(model, samples.groups, args.tokens_per_forward, *processes()):
+        for indices, counts in micro_batches(model, samples.groups, args.tokens_per_forward):
             micro = [samples.groups[i] for i in indices]
-            indices = to_device(torch.tensor(indices), device)
+            indices = to_device(indices, device)
             ref_logps[indices] += token_logprobs(model, micro, ref_logps.shape[2], args) * counts
     return all_reduce(ref_logps)
 
 
 def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor,
               old_logps: torch.Tensor | None, args: Args) -> tuple[torch.Tensor, dict]:
-    """Adds the gradient of the mean loss. rewards (B, k), log-probs (B, k, T). old_logps None: the policy is still the
-    one that sampled, and the forward with the gradient gives them; so advantages, which contain the KL penalty, are
-    computed here. Returns log π and metrics."""
+    """Adds the gradient of the mean loss. rewards (B, k), log-probs (B, k, T). old_logps None: no update since rollout,
+    so this forward gives them, and the KL penalty in the advantages. Returns log π and metrics."""
     divisor = rewards.numel()  # the loss is a mean over samples
     all_logps = torch.zeros(samples.mask.shape, device=rewards.device)
     loss_sum = torch.zeros((), device=rewards.device)
     clip_sum = torch.zeros((), device=rewards.device)
-    for indices, counts in micro_batches(policy, samples.groups, args.tokens_per_forward, *processes()):
+    for indices, counts in micro_batches(policy, samples.groups, args.tokens_per_forward):
         micro = [samples.groups[i] for i in indices]
-        indices = to_device(torch.tensor(indices), rewards.device)  # a list as an index would wait for the GPU
+        indices = to_device(indices, rewards.device)  # a list as an index would wait for the GPU
         logps = token_logprobs(policy, micro, all_logps.shape[2], args)  # (b, k, T)
         old = logps.detach() if old_logps is None else old_logps[indices]
         advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
@@ -309,7 +308,7 @@ def main(args: Args) -> list[dict]:
             if old_logps is None:
                 old_logps = logps
             values |= losses
-            grad_norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), args.max_grad_norm or math.inf)
+            grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
             values["grad_norm"] = full_tensor(grad_norm).item()
             values["learning_rate"] = learning_rate(step, steps, args)
             if not math.isfinite(values["loss"] + values["grad_norm"]):
@@ -361,7 +360,7 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     stops = stop_tokens(core, tokenizer)
     lengths = [len(prompt) + args.max_new_tokens for prompt in prompts]
     budget = args.rollout_tokens if has_shared_prompts(policy) else 0  # 0: one by one, padding could change samples
-    batches = divide_batches(partial(pack, lengths, rows=[k] * len(prompts)), budget, *processes())
+    batches = divide_batches(partial(pack, lengths, rows=[k] * len(prompts)), budget)
 
     tokens = torch.zeros(shape, dtype=torch.long, device=core.device)
     logps = torch.zeros(shape, device=core.device)
@@ -370,7 +369,7 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
         for batch in progress_bar(batches, desc="sample", unit="batch"):
             if batch:
                 drawn = decode(core, [prompts[i] for i in batch], u[batch].to(core.device), stops, args)
-                places = to_device(torch.tensor(batch), core.device)  # without waiting for the GPU
+                places = to_device(batch, core.device)
                 tokens[places], logps[places], entropy[places] = drawn
     tokens, logps, entropy = (all_reduce(tensor).cpu() for tensor in (tokens, logps, entropy))
     mask = tokens >= 0
@@ -805,8 +804,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
             raise BadInput(f"--lora_target {target}: {args.model} has no such layer")
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)
-    is_sharded = processes()[1] > 1 or (trains and args.dtype == "bfloat16")
-    if is_sharded:
+    if processes()[1] > 1 or (trains and args.dtype == "bfloat16"):
         shard(model, device, args.dtype)
     model.eval().to(device)
     if trains_all:
@@ -986,9 +984,8 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     if processes()[0] == 0:
         log_sizes = {name: (out / name).stat().st_size for name in LOGS}
         write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
-        for older in out.glob("resume-*"):
-            if older != folder:
-                shutil.rmtree(older)
+        for older in set(out.glob("resume-*")) - {folder}:
+            shutil.rmtree(older)
 
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
@@ -1040,9 +1037,9 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
+        shutil.rmtree(hidden, ignore_errors=True)  # of a killed run
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
-        shutil.rmtree(folder, ignore_errors=True)  # of a killed run
         os.replace(hidden, folder)
 
 

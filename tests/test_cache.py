@@ -169,7 +169,7 @@ def test_interrupted_pass_continues(path, known):
 
 def test_two_jobs_share_a_file(path, whole):
     one = ReferenceCache(**HEADER)
-    one.score(load_model(), [GROUPS[0], (Q, [(44, 2)])], temperature=0.5)  # other numbers, to tell the jobs apart
+    one.score(make("llama", seed=1), [GROUPS[0], (Q, [(44, 2)])])  # other numbers, to tell the jobs apart
     first = one[Q, (44, 2)].copy()
     two = filled([(Q, [(5,), (44, 2)]), *GROUPS[2:]])
     assert not np.array_equal(two[Q, (44, 2)], first)

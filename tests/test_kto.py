@@ -1,5 +1,6 @@
 """kto.py: the loss and z by hand, and runs. What it shares with dpo.py is the same text, tested in test_dpo.py."""
 import json
+from dataclasses import replace
 from math import exp
 
 import numpy as np
@@ -32,7 +33,7 @@ WEIGHTED = Args(beta=0.2, desirable_weight=1.2, undesirable_weight=0.9)
 def test_loss_and_gradient_by_hand(name, losses, slopes):
     """β = 0.2, z = 0.4, log-ratios 1.5 and −0.5: 0.2 · (1.5 − 0.4) = 0.22, 0.2 · (0.4 + 0.5) = 0.18."""
     ratio = BATCH.ratio.clone().requires_grad_()
-    found = feedback_loss(name, BATCH._replace(ratio=ratio), tensor(0.4), WEIGHTED)
+    found = feedback_loss(BATCH._replace(ratio=ratio), tensor(0.4), replace(WEIGHTED, loss=name))
     assert found.tolist() == pytest.approx(losses)
     found.sum().backward()
     assert ratio.grad.tolist() == pytest.approx(slopes)

@@ -190,7 +190,7 @@ def logps_and_gradients(name):
         refcache.shard(model, "cpu")
     model.requires_grad_(True)
     found = {}
-    for indices, counts in micro_batches(model, GROUPS, 12, *refcache.processes()):
+    for indices, counts in micro_batches(model, GROUPS, 12):
         logps = completion_logprobs(model, [GROUPS[i] for i in indices])
         (sum((y ** 2).sum() for ys in logps for y in ys) * counts).backward()
         found |= {i: [y.detach() for y in ys] for i, ys in zip(indices, logps) if counts}
@@ -229,13 +229,16 @@ def test_swap_of_split_weights_restores_every_bit():
     assert torch.allclose(scored, truth, atol=2e-6) and is_right
 
 
-def test_micro_batches_of_processes_are_equal():
+def test_micro_batches_of_processes_are_equal(monkeypatch):
     model = make("llama")
     rng = np.random.default_rng(0)
     for ranks in (1, 2, 3, 4, 8):
         for rows in (1, 2, 7, 64):
             groups = [((1,) * n, [(2,) * int(rng.integers(1, 60))]) for n in rng.integers(1, 200, rows)]
-            shares = [micro_batches(model, groups, 600, rank, ranks) for rank in range(ranks)]
+            shares = []
+            for rank in range(ranks):
+                monkeypatch.setattr(refcache, "processes", lambda: (rank, ranks))
+                shares.append(micro_batches(model, groups, 600))
             batches = [indices for share in shares for indices, counts in share if counts]
             assert len({len(share) for share in shares}) == 1
             assert all(indices for share in shares for indices, _ in share), "FSDP needs equally many forwards"
