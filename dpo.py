@@ -473,8 +473,6 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
             counts["dropped: empty, or no prompt and no common beginning"] += 1
         elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
-        elif args.as_chat and any("\n\nHuman:" in text for text in texts):
-            counts["dropped: a turn of the user in an answer"] += 1
         elif length > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
             lengths.append(length)
@@ -496,16 +494,15 @@ def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple
     for text in (prompt, *answers):
         if isinstance(text, str) and re.match(r"""(?s)\s*\[?\{.*['"]role['"]:""", text) and "content" in text:
             raise ValueError("messages written as a string")
+    if as_chat and (prompt is None or "\n\nHuman:" in prompt) and isinstance(prompt or answers[0], str):
+        raise ValueError("--as_chat needs a prompt of one turn (Anthropic's HH: demo/prepare_hh.py)")
     if prompt is None:
         if len(answers) < 2:
             raise KeyError("prompt")
         common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # characters or messages
         prompt = answers[0][:len(common)]
         if isinstance(prompt, str):
-            before, turn, _ = prompt.rpartition("\n\nAssistant:")  # of Anthropic's HH
-            if as_chat and not turn:
-                raise ValueError("--as_chat needs a prompt column")
-            prompt = before + turn or prompt.removesuffix(" ")  # a space belongs to the token that follows it
+            prompt = prompt.removesuffix(" ")  # a space belongs to the token that follows it
         answers = [answer[len(prompt):] for answer in answers]
     if isinstance(prompt, str) and answers and not isinstance(answers[0], str):
         prompt = [{"role": "user", "content": prompt}]
@@ -517,11 +514,7 @@ def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple
     if roles & {"user", "system"}:
         raise ValueError("an answer begins or ends with a user or system message")
     if as_chat and isinstance(prompt, str):
-        turns = ["Human", prompt]
-        if prompt.startswith("\n\nHuman:"):
-            turns = re.split("\n\n(Human|Assistant):", prompt.removesuffix("\n\nAssistant:"))[1:]
-        roles = {"Human": "user", "Assistant": "assistant"}
-        prompt = [{"role": roles[name], "content": text.strip()} for name, text in zip(turns[::2], turns[1::2])]
+        prompt = [{"role": "user", "content": prompt.strip()}]
         answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
     return prompt, answers
 
@@ -532,8 +525,6 @@ def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
         eos = tokenizer.eos_token
         if answers and eos is None:
             raise ValueError("the tokenizer has no EOS token")
-        if args.chat_template_kwargs != "{}":
-            raise ValueError("--chat_template_kwargs is not for strings: add --as_chat")
         return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
     options = {"tokenize": False, "tools": columns.get("tools"), **json.loads(args.chat_template_kwargs)}
     options |= columns.get("chat_template_kwargs") or {}
@@ -609,7 +600,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
     names = [f".{name}" for name, _ in model.named_modules()]
     for target in args.lora_target.split(","):
         if target != "all-linear" and not any(name.endswith(f".{target}") for name in names):
-            raise BadInput(f"--lora_target {target}: {args.model} has no such layer")
+            raise BadInput(f"--lora_target {target}: {base} has no such layer")
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)
     if processes()[1] > 1 or (trains and args.dtype == "bfloat16"):
@@ -750,11 +741,7 @@ def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
     run = asdict(args) | {"torch": torch.__version__, "transformers": transformers.__version__}
     models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
     run["weights"] = {name: checkpoint_digest(name) for name in models}
-    load_function.cache_clear()  # in a notebook its file may have changed
-    run["functions"] = {}
-    for spec in filter(None, functions):
-        load_function(spec)  # an error comes now
-        run["functions"][spec] = digest_of([Path(spec.partition(":")[0]).read_bytes()])
+    run["functions"] = {spec: digest_of([Path(spec.partition(":")[0]).read_bytes()]) for spec in functions if spec}
     run["rows"] = digest_of(train_rows)
     run["held-out rows"] = digest_of(eval_rows)
     for file in (Path(__file__), HERE / "refcache.py"):

@@ -5,6 +5,7 @@ The code is the same text in every script (tests/test_scripts.py), so most of it
 import csv
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -124,8 +125,6 @@ def test_flags_and_columns_reach_the_template(texts):
     row = chat() | dict(tools=[{}], chat_template_kwargs=dict(loud="LOUD"))
     assert texts(row, tokenizer) == ["[{}]LOUD<user>q<assistant>", "a", "b"]
     assert texts(chat(), tokenizer, chat_template_kwargs='{"loud": 7}')[0].startswith("None7<user>")
-    with pytest.raises(BadInput, match="chat_template_kwargs"):
-        texts(TEXT, chat_template_kwargs='{"loud": 7}')
 
 
 def test_as_chat_makes_messages_of_strings(load):
@@ -133,22 +132,24 @@ def test_as_chat_makes_messages_of_strings(load):
     messages = chat(*strings.values())
     assert load([strings], as_chat=True)[0][:3] == load([messages])[0][:3]
     assert load([strings], script=rloo, as_chat=True)[0].prompt == load([messages], script=rloo)[0].prompt
-    with pytest.raises(BadInput, match="rows.jsonl:1: --as_chat.*prompt"):
-        load([NO_PROMPT], as_chat=True)  # what the answers have in common is no turn
+    dialogue = "\n\nHuman: Warm?\n\nAssistant:"  # as in Anthropic's HH
+    for bad in (NO_PROMPT, dict(chosen=dialogue + " a", rejected=dialogue + " b"), dict(TEXT, prompt=dialogue)):
+        with pytest.raises(BadInput, match="rows.jsonl:1: --as_chat.*prompt of one turn"):
+            load([bad], as_chat=True)
 
 
-def test_dialogues_of_hh_become_messages(load, capsys):
-    begin = "\n\nHuman: Warm?\n\nAssistant: Warm.\n\nHuman: Sure?\n\nAssistant:"
-    messages = said("Warm?", "user") + said("Warm.") + said("Sure?", "user")
-    expected = load([dict(prompt=messages, chosen=said("It is."), rejected=said("It was."))])[0][:3]
-    published = dict(chosen=begin + " It is.", rejected=begin + " It was.")
-    for row in (published, dict(prompt=begin, chosen=" It is.", rejected=" It was.")):
-        assert load([row], as_chat=True)[0][:3] == expected
-    assert load([dict(prompt=begin)], script=rloo, as_chat=True)[0].prompt == expected[0]
-    assert decode(load([published])[0])[1:] == [f" It is.{END}", f" It was.{END}"]  # " It" is no part of the prompt
-    longer = dict(chosen=begin + " No.\n\nHuman: Why?\n\nAssistant: So.", rejected=begin + " Yes.")
-    assert len(load([published, published, longer], as_chat=True)) == 2
-    assert "1 dropped: a turn of the user in an answer" in capsys.readouterr().out
+def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
+    start = "\n\nHuman: Warm?\n\nAssistant: No.\n\nHuman: Now?\n\nAssistant:"
+    good = dict(chosen=start + " It is.", rejected=start + " It was.")
+    early, empty = dict(good, rejected=good["rejected"].replace("No", "Yes")), dict(good, chosen=start)
+    rows = [good, early, empty, dict(prompt=start, chosen=" It is.", rejected=" It was.")]
+    (tmp_path / "hh.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    runpy.run_path(str(ROOT / "demo/prepare_hh.py"))["main"](tmp_path / "hh.jsonl", tmp_path / "pairs.jsonl")
+    assert "2 of 4 rows" in capsys.readouterr().out
+    first, last = map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())
+    assert first == last
+    prompt = "<user>Warm?<assistant>No.<user>Now?<assistant>"
+    assert texts(first, byte_level(chat_template=PLAIN)) == [prompt, "It is.", "It was."]
 
 
 def test_strings_beside_a_template_are_reported(load, capsys):

@@ -281,15 +281,6 @@ def test_scores_get_the_columns_of_all_rows(tmp_path):
         sampled(tmp_path / "..", "return [1.0]")
 
 
-def test_edited_function_is_read_again(tmp_path):
-    """In a notebook, which calls main() twice."""
-    file = tmp_path / "number.py"
-    for number in (1, 2):
-        file.write_text(f"def number():\n    return {number}\n")
-        dpo.describe_run([], [], [f"{file}:number"], arguments())
-        assert dpo.load_function(f"{file}:number")() == number
-
-
 def test_prompts_without_room_for_an_answer_get_none(tmp_path):
     assert sampled(tmp_path, "return [1.0] * len(prompts)", max_new_tokens=255) == ({}, [])
 
@@ -302,7 +293,7 @@ def test_prompts_without_room_for_an_answer_get_none(tmp_path):
     (dict(humanline=(-1.0, 1.5)), "--ref swap"),
     (dict(humanline=(-1.0, 1.5), ref="swap", sync_reference=1), "--humanline"),
     (dict(max_length=5), "--max_length"), (dict(max_new_tokens=256), "--max_new_tokens 256"),
-    (dict(score=f"{dpo.HERE}/demo/score.py:sucess"), "FILE.py:FUNCTION"), (dict(lora_target="q_proj"), "--lora_r")])
+    (dict(lora_target="q_proj"), "--lora_r")])
 def test_bad_input_is_refused(loaded, changes, words):
     with pytest.raises(BadInput, match=words):
         dpo.main(arguments(**changes))
