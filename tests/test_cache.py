@@ -7,7 +7,7 @@ import pickle
 import random
 import weakref
 from contextlib import contextmanager
-from itertools import product
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -165,6 +165,15 @@ def test_interrupted_pass_continues(path, known):
     assert equal(continued, whole) and equal(loaded(path), whole)
 
 
+def test_a_pass_is_saved_every_minute(path, monkeypatch):
+    """For a kill that leaves no time to save."""
+    saved, clock = [], count(step=40)
+    monkeypatch.setattr(refcache.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(ReferenceCache, "save", lambda cache, path: saved.append(len(cache)))
+    ReferenceCache().fill(load_model, [(P, [(i,) for i in range(9)])], len(P) + 1, path)
+    assert len(saved) > 3 and saved == sorted(set(saved[:-1])) + [9]
+
+
 # --- files
 
 def test_two_jobs_share_a_file(path, whole):
@@ -173,9 +182,10 @@ def test_two_jobs_share_a_file(path, whole):
     first = one[Q, (44, 2)].copy()
     two = filled([(Q, [(5,), (44, 2)]), *GROUPS[2:]])
     assert not np.array_equal(two[Q, (44, 2)], first)
-    one.save(path)
-    two.save(path)
-    assert set(loaded(path)) == set(two) == set(whole) | {(Q, (5,))}
+    for job in (one, two, one):
+        job.save(path)
+        assert set(loaded(path)) == set(job)
+    assert set(one) == set(whole) | {(Q, (5,))}
     assert np.array_equal(loaded(path)[Q, (44, 2)], first), "the job that saved first decides"
 
 

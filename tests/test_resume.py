@@ -309,10 +309,12 @@ def test_edited_script_is_named_at_a_resume(tmp_path, capsys, monkeypatch):
             script = tmp_path / "dpo.py"
             script.write_text(Path(dpo.__file__).read_text() + "# edited")
             monkeypatch.setattr(dpo, "__file__", str(script))
+            monkeypatch.setattr(dpo.transformers, "__version__", "another")
         start("dpo", out)
         printed = capsys.readouterr().out
         assert f"resumes after step {STEPS - 1}" in printed
-        assert ("dpo.py has changed since" in printed) == edited and "refcache.py has" not in printed
+        named = ["dpo.py has changed since" in printed, "transformers has changed" in printed]
+        assert named == [edited] * 2 and "refcache.py has" not in printed
 
 
 def test_folder_of_a_finished_run_is_refused():
