@@ -7,7 +7,9 @@ of kernels, allocator, cuBLAS, NCCL and CUDA context (1 to 2 GB).
 """
 import contextlib
 import ctypes
+import hashlib
 import importlib.util
+import os
 import subprocess
 import tempfile
 import weakref
@@ -17,10 +19,16 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 ROOT = Path(importlib.util.find_spec("torch").origin).parent
-with tempfile.TemporaryDirectory() as folder:  # before torch is imported, which looks for its devices
-    source, library = Path(__file__).with_suffix(".cpp"), f"{folder}/fake_gpu.so"
-    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", f"-I{ROOT}/include", source, f"-L{ROOT}/lib",
-                    "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{ROOT}/lib", "-o", library], check=True)
+SOURCE = Path(__file__).with_suffix(".cpp")
+KEY = hashlib.sha256(SOURCE.read_bytes() + (ROOT / "version.py").read_bytes()).hexdigest()[:16]
+LIBRARY = Path.home() / f".cache/fake_gpu/{KEY}.so"  # compiled once
+if not LIBRARY.exists():
+    LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=LIBRARY.parent) as folder:
+        command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{ROOT}/include", SOURCE, "-o", f"{folder}/new.so"]
+        subprocess.run(command, check=True)
+        os.replace(f"{folder}/new.so", LIBRARY)
+for library in (ROOT / "lib/libtorch_cpu.so", LIBRARY):  # before torch is imported, which looks for its devices
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -24,6 +24,15 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """peft imports bitsandbytes, which compiles functions that no test calls: the compiler takes long to import."""
+    import torch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        return (yield)
+
+
 def remembered(function, folder_at):
     """The function, called once for each content of the folder that is its argument number `folder_at`."""
     results = {}
@@ -46,6 +55,7 @@ def each_model_is_loaded_and_probed_once():
     import refcache
     import rloo
     import torch
+    from huggingface_hub import ModelCard
     load, enable, probe, tokenizers = dpo.load_checkpoint, dpo.enable_shared_prompts, refcache.probe, dpo.AutoTokenizer
     probed = {}
 
@@ -70,7 +80,8 @@ def each_model_is_loaded_and_probed_once():
                 patch.setattr(script, name, function)
         if not torch.cuda.is_available():
             for device in (torch.cuda, torch.xpu, torch.mtia):  # each seed would keep a traceback for them
-                patch.setattr(device, "_lazy_call", lambda *_, **__: None)
+                patch.setattr(device, "manual_seed_all", lambda seed: None)
+        patch.setattr(ModelCard, "from_template", lambda *_: ModelCard("---\n{}\n---"))  # adapters' README.md: slow
         yield
 
 

@@ -1,5 +1,5 @@
 """changes/: each patch is applied to its script, and the result runs. Loss and gradient of each batch are those of a
-plain loop over forwards of single rows."""
+plain loop over rows."""
 import re
 import shlex
 import shutil
@@ -14,7 +14,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 import tyro
-from models import GROUPS, flat, gradient, logp, values_and_gradients
+from models import GROUPS, flat, gradient, logps, values_and_gradients
 from runs import EACH, ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
 from slow_losses import (
     FORMULAS, alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, ppo, rpo,
@@ -263,8 +263,7 @@ def test_sft(monkeypatch, tmp_path):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(str, without)).replace("'", '"'))
 
     def slow_loss(policy, rows, *_):
-        logps = torch.cat([logp(policy, row.prompt, row.completion) for row in rows])
-        return -logps.sum() / len(logps)
+        return -torch.cat(logps(policy, [(row.prompt, row.completion) for row in rows])).mean()
 
     losses = watch(monkeypatch, "sft", slow_loss)
     _, args = run("sft", steps=2)
@@ -288,12 +287,12 @@ def watch_samples(monkeypatch, name, formula, beta):
         samples = rollout(policy, tokenizer, prompts, k, *rest)
         noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
         samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # of another sampler
-        for (prompt, ys), logps in zip(samples.groups, samples.logps):
-            with torch.no_grad():
-                olds = [logp(policy, prompt, y) for y in ys]
-                refs = [logp(reference, prompt, y) for y in ys] if beta else olds
-            known[prompt] = [SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=old, ref=ref)
-                             for y, sampler, old, ref in zip(ys, logps, olds, refs)]
+        rows = [(prompt, y) for prompt, ys in samples.groups for y in ys]
+        with torch.no_grad():
+            olds, refs = (logps(model, rows) for model in (policy, reference if beta else policy))
+        known.update({prompt: [] for prompt, _ in samples.groups})
+        for (prompt, y), sampler, old, ref in zip(rows, samples.logps.flatten(0, 1), olds, refs):
+            known[prompt].append(SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=old, ref=ref))
         return samples
 
     def crafted_rewards(samples, *rest):
@@ -303,9 +302,9 @@ def watch_samples(monkeypatch, name, formula, beta):
         return SCORES, {}
 
     def slow_loss(policy, samples, *_):
-        for prompt, _ in samples.groups:
-            for y in known[prompt]:
-                y.logp = logp(policy, prompt, y.tokens)
+        rows = [(prompt, y) for prompt, _ in samples.groups for y in known[prompt]]
+        for (_, y), logp in zip(rows, logps(policy, [(prompt, y.tokens) for prompt, y in rows])):
+            y.logp = logp
         return formula([known[prompt] for prompt, _ in samples.groups], beta)
 
     monkeypatch.setattr(module, "rollout", watched_rollout)

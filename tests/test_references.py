@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
-from models import GROUPS, build, logp
+from models import GROUPS, build, logps
 from runs import (  # noqa: F401
     LORA, SCRIPTS, TINY, TOKENIZER, adapt, load, logprobs, needs_peft, run, same, save, tiny)
 
@@ -86,8 +86,8 @@ def test_a_reference_with_another_tokenizer_is_refused(run, script, ref, adapter
 
 
 def slow_run(script, args, begin):
-    """Two models, one forward per sequence, losses and order of a step as in the papers. Yields a dict per step, then
-    the evaluation and the policy."""
+    """Two models, losses and order of a step as in the papers. Yields a dict per step, then the evaluation and the
+    policy."""
     module = SCRIPTS[script]
     low, high = args.humanline or (-1e3, 1e3)
     rows, held_out = (module.load_rows(file, TOKENIZER, args) for file in (args.data, args.eval_data))
@@ -98,22 +98,24 @@ def slow_run(script, args, begin):
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=0.0)
 
-    def ratio(x, y):
-        return (logp(policy, x, y) - logp(reference, x, y).detach()).clamp(low, high).sum()
+    def ratios(batch, answer):
+        answers = [(row.prompt, getattr(row, answer)) for row in batch]
+        both = zip(logps(policy, answers), logps(reference, answers))
+        return torch.stack([(y - ref.detach()).clamp(low, high).sum() for y, ref in both])
 
     def dpo_loss(batch):
-        margins = [0.1 * (ratio(row.prompt, row.chosen) - ratio(row.prompt, row.rejected)) for row in batch]
-        margin = torch.stack(margins)
+        margin = 0.1 * (ratios(batch, "chosen") - ratios(batch, "rejected"))
         return -F.logsigmoid(margin).mean(), {"rewards/margins": margin.mean().item()}
 
     def kto_loss(batch):
         with torch.no_grad():  # no gradient flows through z
-            z = sum(ratio(row.prompt, row.other) for row in batch if row.other) / len(batch)
-            z = max(0.0, float(z))
+            z = 0.0
+            if batch[0].other:
+                z = max(0.0, ratios(batch, "other").mean().item())
         losses = []
-        for row in batch:
+        for row, ratio in zip(batch, ratios(batch, "completion")):
             sign, weight = (1, args.desirable_weight) if row.is_desirable else (-1, args.undesirable_weight)
-            losses.append(weight * (1 - torch.sigmoid(0.1 * (ratio(row.prompt, row.completion) - z) * sign)))
+            losses.append(weight * (1 - torch.sigmoid(0.1 * (ratio - z) * sign)))
         return sum(losses) / len(losses), {"kl": z}
 
     @torch.no_grad()
