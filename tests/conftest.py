@@ -26,8 +26,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """peft imports bitsandbytes, which compiles functions that no test calls: the compiler takes long to import."""
+    """peft imports bitsandbytes, which compiles functions that no test calls: the compiler takes long to import. So
+    does a search for garbage among all that is imported."""
     import torch
+    gc.set_threshold(100_000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **_: function)
         return (yield)
@@ -81,6 +83,7 @@ def each_model_is_loaded_and_probed_once():
         if not torch.cuda.is_available():
             for device in (torch.cuda, torch.xpu, torch.mtia):  # each seed would keep a traceback for them
                 patch.setattr(device, "manual_seed_all", lambda seed: None)
+        patch.setattr(os, "fsync", lambda file: None)  # it would wait for the files of other processes, too
         patch.setattr(ModelCard, "from_template", lambda *_: ModelCard("---\n{}\n---"))  # adapters' README.md: slow
         yield
 

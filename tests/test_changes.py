@@ -317,7 +317,7 @@ SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_p
              eval_size=0)
 
 
-@pytest.mark.parametrize("beta", [0.3, 0.0])
+@pytest.mark.parametrize("beta", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_loss_of_samples(monkeypatch, name, beta):
     losses, _ = watch_samples(monkeypatch, name, FORMULAS[name], beta)

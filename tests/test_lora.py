@@ -133,7 +133,7 @@ def test_adapter_on_tied_embeddings(run, target):
     one = run(**flags)
     assert one.history[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert difference(load(one.model), with_peft(one.model, folder)) < 1e-5 < difference(load(one.model), load(folder))
-    args = arguments(**flags, ref="swap")
+    args = arguments(**flags, ref="swap", save_every=1)
     for _ in range(2):
         dpo.main(args)  # then from its checkpoint, which holds all that trains
         resumed = weights_of(f"{args.out}/model")
