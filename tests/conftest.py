@@ -32,7 +32,8 @@ def pytest_collection():
     gc.set_threshold(100_000)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **_: function)
-        return (yield)
+        yield
+    gc.freeze()
 
 
 def remembered(function, folder_at):

@@ -36,9 +36,7 @@ def assert_exact(model, temperature=1.0):
 
 @cache
 def truth_of(name):
-    model = make(name)
-    enable_shared_prompts(model)
-    return values_and_gradients(slow, model, GROUPS)
+    return values_and_gradients(slow, make(name, attention="eager"), GROUPS)
 
 
 def in_micro_batches(model, groups, budget):

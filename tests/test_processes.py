@@ -150,7 +150,7 @@ def assert_same(one, several):
         assert torch.allclose(weights, several[1][name], atol=1e-5), name
 
 
-@pytest.mark.parametrize("name", slow_but({"dpo-one-row", "kto-one-row", "rloo"}))
+@pytest.mark.parametrize("name", slow_but({"kto-one-row", "rloo"}))
 def test_two_processes_give_the_run_of_one(name):
     if CASES[name][1].get("dtype"):
         pytest.skip("see the next test")
