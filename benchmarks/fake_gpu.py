@@ -1,8 +1,8 @@
-"""A GPU without a GPU: tensors on "cuda" have shapes but no data, and their kernels are counted and timed.
+"""A GPU without a GPU: tensors on "cuda" have shapes, no data; their kernels are counted and timed.
 
 What runs on the CPU is real. On "cuda" are fake tensors of torch, whose operators check shapes, dtypes and devices.
 Each is one kernel, or as many as KERNELS says, and takes the longer of FLOPs / rate and bytes / bandwidth. The host
-runs ahead until it waits for a result; it reads 1e-6, True, or `integers`. Memory is what tensors hold: without buffers
+runs ahead until it waits; it reads 1e-6, True, or `integers`. Memory is what tensors hold, without buffers
 of kernels, allocator, cuBLAS, NCCL and CUDA context (1 to 2 GB).
 """
 import contextlib
@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import os
 import subprocess
-import tempfile
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -20,14 +19,13 @@ from unittest.mock import MagicMock
 
 ROOT = Path(importlib.util.find_spec("torch").origin).parent
 SOURCE = Path(__file__).with_suffix(".cpp")
-KEY = hashlib.sha256(SOURCE.read_bytes() + (ROOT / "version.py").read_bytes()).hexdigest()[:16]
-LIBRARY = Path.home() / f".cache/fake_gpu/{KEY}.so"  # compiled once
+KEY = hashlib.sha256(SOURCE.read_bytes() + (ROOT / "version.py").read_bytes()).hexdigest()
+LIBRARY = Path.home() / f".cache/fake_gpu/{KEY}.so"
 if not LIBRARY.exists():
     LIBRARY.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=LIBRARY.parent) as folder:
-        command = ["g++", "-std=c++20", "-shared", "-fPIC", f"-I{ROOT}/include", SOURCE, "-o", f"{folder}/new.so"]
-        subprocess.run(command, check=True)
-        os.replace(f"{folder}/new.so", LIBRARY)
+    new = f"{LIBRARY}.{os.getpid()}"
+    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", f"-I{ROOT}/include", SOURCE, "-o", new], check=True)
+    os.replace(new, LIBRARY)
 for library in (ROOT / "lib/libtorch_cpu.so", LIBRARY):  # before torch is imported, which looks for its devices
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 import torch

@@ -36,7 +36,7 @@ def pytest_collection():
     gc.freeze()
 
 
-def remembered(function, folder_at):
+def remembered(function, folder_at, copy):
     """The function, called once for each content of the folder that is its argument number `folder_at`."""
     results = {}
 
@@ -45,7 +45,7 @@ def remembered(function, folder_at):
         key = *map(str, inputs), os.getcwd(), *((str(file), file.stat().st_mtime_ns) for file in files)
         if key not in results:
             results[key] = function(*inputs)
-        return deepcopy(results[key])
+        return copy(results[key])
     return call
 
 
@@ -76,8 +76,9 @@ def each_model_is_loaded_and_probed_once():
             return enable(model)
 
     with pytest.MonkeyPatch.context() as patch:
-        replaced = dict(load_checkpoint=remembered(load, 1), enable_shared_prompts=enable_shared_prompts,
-                        AutoTokenizer=SimpleNamespace(from_pretrained=remembered(tokenizers.from_pretrained, 0)))
+        tokenizer = remembered(tokenizers.from_pretrained, 0, lambda tokenizer: tokenizer)  # which no script changes
+        replaced = dict(load_checkpoint=remembered(load, 1, deepcopy), enable_shared_prompts=enable_shared_prompts,
+                        AutoTokenizer=SimpleNamespace(from_pretrained=tokenizer))
         for script in (dpo, kto, rloo):
             for name, function in replaced.items():
                 patch.setattr(script, name, function)

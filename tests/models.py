@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import refcache
+
 TOKENS = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SMALL = dict(TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256)
@@ -57,6 +59,20 @@ def make(*inputs, **changes):
 def original(name, seed=0, attention=None, **changes):
     model_type, config, _ = MODELS[name]
     return build(model_type, config | changes, seed, attention)
+
+
+@cache
+def probed(name):
+    model = make(name)
+    refcache.enable_shared_prompts(model)
+    return model
+
+
+def ready(name):
+    """One of MODELS after enable_shared_prompts(), which probes it only once."""
+    model = deepcopy(probed(name))
+    refcache.PROBED.add(model)
+    return model
 
 
 def build(model_type, config, seed=0, attention=None):

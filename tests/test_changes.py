@@ -142,7 +142,7 @@ def test_compiled_runs_equal_others(script, flags):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("script", ["dpo", "rloo"])
+@pytest.mark.parametrize("script", ["dpo", pytest.param("rloo", marks=pytest.mark.slow)])
 def test_load_in_4bit_equals_the_dequantized_model(script):
     bitsandbytes, peft = map(pytest.importorskip, ("bitsandbytes", "peft"))
     with pytest.raises(BadInput, match="adapter"):
