@@ -2,8 +2,8 @@
 
 What runs on the CPU is real. On "cuda" are fake tensors of torch, whose operators check shapes, dtypes and devices.
 Each is one kernel, or as many as KERNELS says, and takes the longer of FLOPs / rate and bytes / bandwidth. The host
-runs ahead until it waits; it reads 1e-6, True, or `integers`. Memory is what tensors hold, without buffers
-of kernels, allocator, cuBLAS, NCCL and CUDA context (1 to 2 GB).
+runs ahead until it waits. It reads 1e-6, True, or `integers`. Memory is what tensors hold, not buffers of kernels,
+allocator, cuBLAS, NCCL and CUDA context (1 to 2 GB).
 """
 import contextlib
 import ctypes

@@ -126,10 +126,9 @@ def test_gradient_checkpointing_needs_no_training_mode():
     assert torch.equal(ours[0][0], completion_logprobs(load(folder), GROUPS)[0][0])
 
 
-@pytest.mark.parametrize("target", ["all-linear", "embed_tokens,lm_head"])
-def test_adapter_on_tied_embeddings(run, target):
+def test_adapter_on_tied_embeddings(run):
     folder = save(build("llama", TINY | dict(tie_word_embeddings=True)), "tied")
-    flags = dict(LORA, model=folder, lora_target=target)
+    flags = dict(LORA, model=folder, lora_target="embed_tokens,lm_head")
     one = run(**flags)
     assert one.history[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert difference(load(one.model), with_peft(one.model, folder)) < 1e-5 < difference(load(one.model), load(folder))
