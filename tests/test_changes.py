@@ -30,6 +30,7 @@ PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glo
 SCRIPT_OF = {name: re.search(r"^--- (\w+)\.py$", patch, re.M)[1] for name, patch in PATCHES.items()}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
 EACH_PATCH = pytest.mark.parametrize("name", PATCHES)
+SLOW = pytest.mark.slow
 FOR_EACH_SCRIPT = {"compile", "load_in_4bit"}
 
 
@@ -143,7 +144,7 @@ def test_compiled_runs_equal_others(script, flags):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("script", ["dpo", pytest.param("rloo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", ["dpo", pytest.param("rloo", marks=SLOW)])
 def test_load_in_4bit_equals_the_dequantized_model(script):
     bitsandbytes, peft = map(pytest.importorskip, ("bitsandbytes", "peft"))
     with pytest.raises(BadInput, match="adapter"):
@@ -174,9 +175,11 @@ def test_load_in_4bit_equals_the_dequantized_model(script):
     ("ld_dpo", weighted(lambda t, shorter: 1 if t < shorter else 0.5), {}),
     ("f_divergence", f_divergence(lambda r: -1 / r), dict(divergence="forward_kl")),
     ("f_divergence", f_divergence(lambda r: torch.log(2 * r / (1 + r))), {}),
-    ("f_divergence", f_divergence(lambda r: (1 - r ** -0.2) / 0.2), dict(divergence="alpha", alpha=0.2)),
+    pytest.param("f_divergence", f_divergence(lambda r: (1 - r ** -0.2) / 0.2),
+                 dict(divergence="alpha", alpha=0.2), marks=SLOW),
     ("token_weights", weighted(lambda t, shorter: t % 3), {}), ("rpo", rpo(coins), dict(distance="fwd_kl")),
-    ("rpo", rpo(lambda m, d: (m - d) ** 2), dict(distance="sq")), ("rpo", rpo(lambda m, d: coins(d, m)), {}),
+    pytest.param("rpo", rpo(lambda m, d: (m - d) ** 2), dict(distance="sq"), marks=SLOW),
+    pytest.param("rpo", rpo(lambda m, d: coins(d, m)), {}, marks=SLOW),
     ("aot", "aot", dict(tokens_per_forward=1)), ("aot", "aot", dict(tokens_per_forward=10_000)),
     ("aot", "aot_unpaired", dict(tokens_per_forward=1, loss=("aot_unpaired",)))])
 def test_loss_of_pairs(monkeypatch, name, formula, flags):
@@ -318,7 +321,7 @@ SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_p
              eval_size=0)
 
 
-@pytest.mark.parametrize("beta", [0.3, pytest.param(0.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("beta", [0.3, pytest.param(0.0, marks=SLOW)])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_loss_of_samples(monkeypatch, name, beta):
     losses, _ = watch_samples(monkeypatch, name, FORMULAS[name], beta)

@@ -272,7 +272,8 @@ def test_every_other_flag_is_part_of_a_run(script):
 
 
 @pytest.mark.parametrize("name, changes", [
-    ("dpo", dict(lr=0.1)), ("dpo", dict(loss=("ipo",))), ("kto", dict(beta=0.2)), ("rloo", dict(k=2))], ids=str)
+    ("dpo", dict(lr=0.1)), ("dpo", dict(loss=("ipo",))), ("kto", dict(beta=0.2)),
+    pytest.param("rloo", dict(k=2), marks=SLOW)], ids=str)
 def test_folder_of_another_run_is_refused(name, changes, tmp_path):
     out = copy_of(name, tmp_path)
     before = {path: path.read_bytes() for path in out.glob("*.jsonl")}
