@@ -1,15 +1,16 @@
-"""A GPU without a GPU: tensors on "cuda" have shapes but no data, and their kernels are counted and timed.
+"""A GPU without a GPU: tensors on "cuda" have shapes, no data; their kernels are counted and timed.
 
 What runs on the CPU is real. On "cuda" are fake tensors of torch, whose operators check shapes, dtypes and devices.
 Each is one kernel, or as many as KERNELS says, and takes the longer of FLOPs / rate and bytes / bandwidth. The host
-runs ahead until it waits for a result; it reads 1e-6, True, or `integers`. Memory is what tensors hold: without buffers
-of kernels, allocator, cuBLAS, NCCL and CUDA context (1 to 2 GB).
+runs ahead until it waits. It reads 1e-6, True, or `integers`. Memory is what tensors hold, not buffers of kernels,
+allocator, cuBLAS, NCCL and CUDA context (1 to 2 GB).
 """
 import contextlib
 import ctypes
+import hashlib
 import importlib.util
+import os
 import subprocess
-import tempfile
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -17,10 +18,15 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 ROOT = Path(importlib.util.find_spec("torch").origin).parent
-with tempfile.TemporaryDirectory() as folder:  # before torch is imported, which looks for its devices
-    source, library = Path(__file__).with_suffix(".cpp"), f"{folder}/fake_gpu.so"
-    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", f"-I{ROOT}/include", source, f"-L{ROOT}/lib",
-                    "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{ROOT}/lib", "-o", library], check=True)
+SOURCE = Path(__file__).with_suffix(".cpp")
+KEY = hashlib.sha256(SOURCE.read_bytes() + (ROOT / "version.py").read_bytes()).hexdigest()
+LIBRARY = Path.home() / f".cache/fake_gpu/{KEY}.so"
+if not LIBRARY.exists():
+    LIBRARY.parent.mkdir(parents=True, exist_ok=True)
+    new = f"{LIBRARY}.{os.getpid()}"
+    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", f"-I{ROOT}/include", SOURCE, "-o", new], check=True)
+    os.replace(new, LIBRARY)
+for library in (ROOT / "lib/libtorch_cpu.so", LIBRARY):  # before torch is imported, which looks for its devices
     ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode

@@ -4,8 +4,7 @@
     python benchmarks/gpu.py           # both tables, in at most ten minutes on one H100 or H200
     python benchmarks/gpu.py --tiny    # does it run? Also without a GPU
 
-The rows are those of against_trl.py for random models; memory is what was allocated. simulate.py gives such figures
-without a GPU.
+The rows are those of against_trl.py for random models; memory: allocated.
 """
 import json
 import sys

@@ -3,7 +3,6 @@
     python benchmarks/simulate.py                                     # which card: the table of README.md
     python benchmarks/simulate.py dpo --model Qwen3-8B --lora_r 16    # other flags are the script's
     python benchmarks/simulate.py trl --config FILE --gpu A100        # DPOConfig's; needs trl==1.16.0
-    python benchmarks/simulate.py --tiny                              # every script, in seconds
 
 main() of the script, or DPOTrainer, runs on fake CUDA tensors (fake_gpu.py; needs g++). Replaced are weights (shapes
 only), rows, checkpoints, and what compares log-probs. Time is a roofline's, without communication between GPUs.
@@ -41,7 +40,7 @@ class Args:
     tokens: int = 16384  # of a forward; rloo: of the prompts
     forwards: int = 1  # of a step
     median: int = 256  # tokens of a prompt, and of an answer
-    tiny: bool = False  # does it run?
+    tiny: bool = False  # every script, in seconds
 
 
 def load_stored(kind, name, *_, config=None, dtype="auto", output_loading_info=False, **__):
@@ -122,7 +121,7 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
             found.append(("step", step.enter_context(gpu.measure())))
 
     call_after_steps(script, end_of_step)
-    nothing = ("report", "save_checkpoint", "save_model", "check_agreement", "barrier")
+    nothing = ("report", "save_checkpoint", "save_model", "check_agreement", "check_sampler", "barrier")
     replaced = {name: lambda *_: [{}] for name in nothing} | dict(
         load_data=lambda *_: (rows, []), probe=passing_probe,
         batch_rows=lambda step, rows, *_: rows, processes=lambda: (0, args.processes),

@@ -24,7 +24,19 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
-def remembered(function, folder_at):
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """peft imports bitsandbytes, which compiles functions that no test calls: the compiler takes long to import. So
+    does a search for garbage among all that is imported."""
+    import torch
+    gc.set_threshold(100_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", lambda function, **_: function)
+        yield
+    gc.freeze()
+
+
+def remembered(function, folder_at, copy):
     """The function, called once for each content of the folder that is its argument number `folder_at`."""
     results = {}
 
@@ -33,7 +45,7 @@ def remembered(function, folder_at):
         key = *map(str, inputs), os.getcwd(), *((str(file), file.stat().st_mtime_ns) for file in files)
         if key not in results:
             results[key] = function(*inputs)
-        return deepcopy(results[key])
+        return copy(results[key])
     return call
 
 
@@ -46,6 +58,7 @@ def each_model_is_loaded_and_probed_once():
     import refcache
     import rloo
     import torch
+    from huggingface_hub import ModelCard
     load, enable, probe, tokenizers = dpo.load_checkpoint, dpo.enable_shared_prompts, refcache.probe, dpo.AutoTokenizer
     probed = {}
 
@@ -63,14 +76,17 @@ def each_model_is_loaded_and_probed_once():
             return enable(model)
 
     with pytest.MonkeyPatch.context() as patch:
-        replaced = dict(load_checkpoint=remembered(load, 1), enable_shared_prompts=enable_shared_prompts,
-                        AutoTokenizer=SimpleNamespace(from_pretrained=remembered(tokenizers.from_pretrained, 0)))
+        tokenizer = remembered(tokenizers.from_pretrained, 0, lambda tokenizer: tokenizer)  # which no script changes
+        replaced = dict(load_checkpoint=remembered(load, 1, deepcopy), enable_shared_prompts=enable_shared_prompts,
+                        AutoTokenizer=SimpleNamespace(from_pretrained=tokenizer))
         for script in (dpo, kto, rloo):
             for name, function in replaced.items():
                 patch.setattr(script, name, function)
         if not torch.cuda.is_available():
             for device in (torch.cuda, torch.xpu, torch.mtia):  # each seed would keep a traceback for them
-                patch.setattr(device, "_lazy_call", lambda *_, **__: None)
+                patch.setattr(device, "manual_seed_all", lambda seed: None)
+        patch.setattr(os, "fsync", lambda file: None)  # it would wait for the files of other processes, too
+        patch.setattr(ModelCard, "from_template", lambda *_: ModelCard("---\n{}\n---"))  # adapters' README.md: slow
         yield
 
 

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import refcache
+
 TOKENS = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SMALL = dict(TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256)
@@ -59,6 +61,20 @@ def original(name, seed=0, attention=None, **changes):
     return build(model_type, config | changes, seed, attention)
 
 
+@cache
+def probed(name):
+    model = make(name)
+    refcache.enable_shared_prompts(model)
+    return model
+
+
+def ready(name):
+    """One of MODELS after enable_shared_prompts(), which probes it only once."""
+    model = deepcopy(probed(name))
+    refcache.PROBED.add(model)
+    return model
+
+
 def build(model_type, config, seed=0, attention=None):
     """A model in eval mode, with random weights so large that every token matters."""
     torch.manual_seed(seed)
@@ -77,6 +93,15 @@ def logp(model, prompt, y, temperature=1.0):
     """The definition: one forward of the sequence, and the log-softmax of all its logits. (len(y),)"""
     logits = model(input_ids=torch.tensor([prompt + y], device=model.device)).logits[0, len(prompt) - 1:-1].float()
     return F.log_softmax(logits / temperature, -1)[range(len(y)), y]
+
+
+def logps(model, rows, temperature=1.0):
+    """The same of many rows (prompt, y), in one forward: what follows a row changes nothing in it."""
+    width = max(len(prompt + y) for prompt, y in rows)
+    ids = torch.tensor([[*prompt, *y] + [0] * (width - len(prompt + y)) for prompt, y in rows])
+    places = [(i, t - 1, token) for i, (prompt, y) in enumerate(rows) for t, token in enumerate(y, len(prompt))]
+    every = F.log_softmax(model(input_ids=ids).logits.float() / temperature, -1)
+    return every[*torch.tensor(places).T].split([len(y) for _, y in rows])
 
 
 def slow(model, groups, temperature=1.0):

@@ -6,7 +6,7 @@ from math import isnan
 from statistics import mean, pstdev, stdev
 
 import torch
-from models import build, logp
+from models import build, logps
 from runs import TINY, TOKENIZER, save
 from torch import log1p, tensor
 
@@ -87,27 +87,29 @@ def plain(w, l, ref_w, ref_l, *_):
     return dpo_loss(margin(w, l, ref_w, ref_l))
 
 
-def logps_of(model, row, trains=True):
+def logps_of(model, rows, trains=True):
+    """(w, l) of every pair."""
     with torch.set_grad_enabled(trains):
-        return [logp(model, row.prompt, y) for y in (row.chosen, row.rejected)]
+        both = iter(logps(model, [(row.prompt, y) for row in rows for y in (row.chosen, row.rejected)]))
+    return list(zip(both, both))
 
 
 def of_pairs(formula, reference):
-    """The mean over pairs, each row in a forward of its own."""
+    """The mean over pairs."""
     def slow_loss(policy, rows, *_):
-        losses = [formula(*logps_of(policy, row), *logps_of(reference, row, False), row, policy) for row in rows]
-        return sum(losses) / len(rows)
+        pairs = zip(logps_of(policy, rows), logps_of(reference, rows, False), rows)
+        return sum(formula(*mine, *theirs, row, policy) for mine, theirs, row in pairs) / len(rows)
     return slow_loss
 
 
 def aot(loss, reference):
     def slow_loss(policy, rows, *_):
-        logps, refs = ([[y.sum() for y in logps_of(model, row, model is policy)] for row in rows]
-                       for model in (policy, reference))
+        sums, refs = ([[y.sum() for y in pair] for pair in logps_of(model, rows, model is policy)]
+                      for model in (policy, reference))
         if loss == "aot":
-            better, worse = [w - l for w, l in logps], [w - l for w, l in refs]
+            better, worse = [w - l for w, l in sums], [w - l for w, l in refs]
         else:
-            better, worse = ([pair[i] - ref[i] for pair, ref in zip(logps, refs)] for i in (0, 1))
+            better, worse = ([pair[i] - ref[i] for pair, ref in zip(sums, refs)] for i in (0, 1))
         return sum(dpo_loss(0.3 * (u - v)) for u, v in zip(sorted(better), sorted(worse))) / len(rows)
     return slow_loss
 

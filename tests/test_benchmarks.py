@@ -43,22 +43,18 @@ def test_frontier_gives_table_and_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     start("frontier", "--out", tmp_path, "--tiny")
     assert "| DPO | 0.1 | " in (tmp_path / "frontier.md").read_text()
-    start("plot", tmp_path / "dpo-0.1-0", "--out", tmp_path / "curves.png")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/metrics.jsonl").write_text('{"step": 0, "reward": 1.0, "eval_kl": 0.2}\n' * 2)
+    start("plot", tmp_path / "dpo-0.1-0", tmp_path / "other", "--out", tmp_path / "curves.png")
     assert (tmp_path / "frontier.png").exists() and (tmp_path / "curves.png").exists()
 
 
-def test_plot_of_runs_with_different_metrics(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "curves.png"
-    for name, lines in {"a": [{"step": 0, "eval_loss": 0.7}, {"step": 1, "loss": 0.5, "eval_loss": 0.6}],
-                        "b": [{"step": 0, "eval_kl": 0.2}, {"step": 1, "reward": 1.0, "eval_kl": 0.3}]}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr(sys, "argv", ["plot.py", *map(str, (tmp_path / "a", tmp_path / "b", "--out", picture))])
-    runpy.run_path(f"{ROOT}/benchmarks/plot.py", run_name="__main__")  # in this process: quicker
+def test_table_of_runs_with_different_metrics(capsys):
+    plot = runpy.run_path(f"{ROOT}/benchmarks/plot.py")
+    plot["print_table"]([[{"step": 0, "eval_loss": 0.7}, {"step": 1, "loss": 0.5, "eval_loss": 0.6}],
+                         [{"step": 0, "eval_kl": 0.2}, {"step": 1, "reward": 1.0, "eval_kl": 0.3}]])
     table = capsys.readouterr().out
     assert "| eval_loss | 0.700 ± 0.000 | 0.600 ± 0.000 |" in table and "| eval_kl | 0.200 ± 0.000 | 0.300" in table
-    assert picture.exists()
 
 
 def test_snippet_of_cache_page_adds_an_entry(tmp_path):
@@ -70,6 +66,7 @@ def test_snippet_of_cache_page_adds_an_entry(tmp_path):
     assert np.array_equal(cache[(5, 6), (7, 8)], np.float32([-0.5, -1.5]))
 
 
+@pytest.mark.slow
 def test_cache_becomes_columns_and_a_cache_again(tmp_path):
     datasets = pytest.importorskip("datasets")
     groups = [((5, 6), [(7, 8), (9,)]), ((5,), [(7,), (8, 9, 10)])]

@@ -19,7 +19,7 @@ import dpo
 from dpo import Args, batch_rows, generate, groups, learning_rate, load_rows, write_samples
 from refcache import BadInput, ReferenceCache, checkpoint_digest
 
-FIRST = dict(eval_every=2, samples=2, max_new_tokens=4)
+FIRST = dict(eval_every=2, samples=2, max_new_tokens=4, save_every=50)
 
 
 def rows_of(args):

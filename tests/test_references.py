@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
-from models import GROUPS, build, logp
+from models import GROUPS, build, logps
 from runs import (  # noqa: F401
     LORA, SCRIPTS, TINY, TOKENIZER, adapt, load, logprobs, needs_peft, run, same, save, tiny)
 
@@ -29,16 +29,15 @@ def test_cached_swapped_and_live_runs_are_equal(run, script, lora):
         assert not (other.out / "reference_logprobs.pkl").exists()
 
 
-@pytest.mark.parametrize("lora", [{}, pytest.param(LORA, marks=needs_peft)])
-def test_swapped_and_live_runs_of_rloo_are_equal(run, lora):
-    swapped = run("rloo", **lora)
-    assert same(run("rloo", ref="live", **lora), swapped)
+def test_swapped_and_live_runs_of_rloo_are_equal(run):
+    swapped = run("rloo")
+    assert same(run("rloo", ref="live"), swapped)
     assert abs(swapped.history[-1]["kl"]) > 1e-4
 
 
 @pytest.mark.parametrize("script, ref, lora", [
-    ("dpo", "cache", {}), ("kto", "swap", {}), ("dpo", "live", {}), ("rloo", "swap", {}),
-    pytest.param("kto", "cache", LORA, marks=needs_peft), pytest.param("dpo", "swap", LORA, marks=needs_peft)])
+    ("dpo", "cache", {}), ("kto", "swap", {}), ("rloo", "swap", {}),
+    pytest.param("dpo", "swap", LORA, marks=needs_peft)])
 def test_tied_bfloat16_checkpoint_is_its_own_reference(run, script, ref, lora):
     folder = save(build("llama", TINY | dict(tie_word_embeddings=True)).bfloat16(), "tied bfloat16")
     before, first = run(script, model=folder, ref=ref, dtype="bfloat16", steps=1, beta=1.0, **lora).history
@@ -86,8 +85,8 @@ def test_a_reference_with_another_tokenizer_is_refused(run, script, ref, adapter
 
 
 def slow_run(script, args, begin):
-    """Two models, one forward per sequence, losses and order of a step as in the papers. Yields a dict per step, then
-    the evaluation and the policy."""
+    """Two models, losses and order of a step as in the papers. Yields a dict per step, then the evaluation and the
+    policy."""
     module = SCRIPTS[script]
     low, high = args.humanline or (-1e3, 1e3)
     rows, held_out = (module.load_rows(file, TOKENIZER, args) for file in (args.data, args.eval_data))
@@ -98,22 +97,24 @@ def slow_run(script, args, begin):
     weights = [p for p in policy.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=0.0)
 
-    def ratio(x, y):
-        return (logp(policy, x, y) - logp(reference, x, y).detach()).clamp(low, high).sum()
+    def ratios(batch, answer):
+        answers = [(row.prompt, getattr(row, answer)) for row in batch]
+        both = zip(logps(policy, answers), logps(reference, answers))
+        return torch.stack([(y - ref.detach()).clamp(low, high).sum() for y, ref in both])
 
     def dpo_loss(batch):
-        margins = [0.1 * (ratio(row.prompt, row.chosen) - ratio(row.prompt, row.rejected)) for row in batch]
-        margin = torch.stack(margins)
+        margin = 0.1 * (ratios(batch, "chosen") - ratios(batch, "rejected"))
         return -F.logsigmoid(margin).mean(), {"rewards/margins": margin.mean().item()}
 
     def kto_loss(batch):
         with torch.no_grad():  # no gradient flows through z
-            z = sum(ratio(row.prompt, row.other) for row in batch if row.other) / len(batch)
-            z = max(0.0, float(z))
+            z = 0.0
+            if batch[0].other:
+                z = max(0.0, ratios(batch, "other").mean().item())
         losses = []
-        for row in batch:
+        for row, ratio in zip(batch, ratios(batch, "completion")):
             sign, weight = (1, args.desirable_weight) if row.is_desirable else (-1, args.undesirable_weight)
-            losses.append(weight * (1 - torch.sigmoid(0.1 * (ratio(row.prompt, row.completion) - z) * sign)))
+            losses.append(weight * (1 - torch.sigmoid(0.1 * (ratio - z) * sign)))
         return sum(losses) / len(losses), {"kl": z}
 
     @torch.no_grad()
@@ -149,7 +150,7 @@ MOVING = dict(ref="swap", sync_reference=2, sync_mix=0.6)
 
 
 @pytest.mark.parametrize("script, changes", [
-    ("dpo", {}), ("dpo", dict(weight_decay=2.0)), ("kto", dict(desirable_weight=1.3, undesirable_weight=0.7, **OTHER)),
+    ("dpo", dict(weight_decay=2.0)), ("kto", dict(desirable_weight=1.3, undesirable_weight=0.7, **OTHER)),
     ("kto", dict(loss="apo_zero_unpaired", **OTHER)),
     ("dpo", MOVING), ("kto", MOVING), pytest.param("dpo", MOVING | LORA, marks=needs_peft),
     ("dpo", dict(ref="swap", humanline=NARROW)), ("kto", dict(ref="swap", humanline=NARROW))])

@@ -44,6 +44,7 @@ RUNS = {  # name -> script and flags: together they have every kind of state
     "rloo": ("rloo", dict(k=3, updates_per_rollout=2, sync_reference=2, eval_every=2)),
 }
 STEPS = 3
+SLOW = pytest.mark.slow
 
 
 def flags_of(name, out, **changes):
@@ -153,16 +154,17 @@ def count_events(name):
     return finish(name, Path(FOLDER.name) / f"whole-{name}")
 
 
-@pytest.mark.parametrize("name", [
-    "dpo-bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "dpo-swap", "rloo"))])
-def test_resume_after_random_kills_is_bitwise_equal(name, tmp_path):
+@pytest.mark.parametrize("name, kills", [
+    ("dpo-bfloat16", 1), *(pytest.param(name, 2, marks=SLOW) for name in ("dpo", "dpo-swap", "dpo-bfloat16", "rloo"))])
+def test_resume_after_random_kills_is_bitwise_equal(name, kills, tmp_path):
     rng = random.Random(name)
-    for _ in range(2):
+    for _ in range(kills):
         kill(name, tmp_path, rng.randint(1, count_events(name) // 2))
     assert_same_as_whole(name, tmp_path)
 
 
-@pytest.mark.parametrize("die_at", ["fsync 2", "replace run.json", "rmtree resume-1", "replace model"])
+@pytest.mark.parametrize("die_at", [
+    "fsync 2", "rmtree resume-1", *(pytest.param(f"replace {name}", marks=SLOW) for name in ("run.json", "model"))])
 def test_resume_after_kill_while_writing_is_bitwise_equal(die_at, tmp_path):
     kill("dpo-swap", tmp_path, die_at)
     assert not (tmp_path / "model").exists()
@@ -237,7 +239,7 @@ def test_resume_inside_a_window_scores_all_of_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, changes", [
     ("dpo", dict(tokens_per_forward=100, gradient_checkpointing="on", save_every=7)),
-    ("rloo", dict(rollout_tokens=50, tokens_per_forward=100))])
+    pytest.param("rloo", dict(rollout_tokens=50, tokens_per_forward=100), marks=SLOW)])
 def test_flags_of_memory_and_files_may_change(name, changes, tmp_path):
     history = without_speed(start(name, copy_of(name, tmp_path), **changes))
     expected = results(whole(name))["metrics"]
@@ -266,7 +268,8 @@ def test_every_other_flag_is_part_of_a_run(script):
 
 
 @pytest.mark.parametrize("name, changes", [
-    ("dpo", dict(lr=0.1)), ("dpo", dict(loss=("ipo",))), ("kto", dict(beta=0.2)), ("rloo", dict(k=2))], ids=str)
+    ("dpo", dict(lr=0.1)), ("dpo", dict(loss=("ipo",))), ("kto", dict(beta=0.2)),
+    pytest.param("rloo", dict(k=2), marks=SLOW)], ids=str)
 def test_folder_of_another_run_is_refused(name, changes, tmp_path):
     out = copy_of(name, tmp_path)
     before = {path: path.read_bytes() for path in out.glob("*.jsonl")}
@@ -275,7 +278,7 @@ def test_folder_of_another_run_is_refused(name, changes, tmp_path):
     assert before == {path: path.read_bytes() for path in out.glob("*.jsonl")}
 
 
-@pytest.mark.parametrize("name", [pytest.param("kto-lora", marks=needs_peft), "rloo"])
+@pytest.mark.parametrize("name", [pytest.param("kto-lora", marks=needs_peft), pytest.param("rloo", marks=SLOW)])
 def test_resume_refuses_other_rows_weights_and_functions(name, tmp_path):
     files = [Path(shutil.copy(file, tmp_path)) for file in data(RUNS[name][0])]
     models = [shutil.copytree(tiny(), tmp_path / flag) for flag in ("model", "ref_model")]

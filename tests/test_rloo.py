@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import build, logp
+from models import build, logps
 from runs import FOLDER, ROOT, TINY, TOKENIZER, arguments, data, distance, read, save, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
 from torch import tensor
@@ -223,6 +223,12 @@ def test_bad_reward_models_are_refused(tmp_path):
 
 # --- Training
 
+def sums(model, groups, temperature):
+    """log π of every sample, (B, k)."""
+    rows = logps(model, [(prompt, y) for prompt, ys in groups for y in ys], temperature)
+    return torch.stack([y.sum() for y in rows]).view(len(groups), -1)
+
+
 @pytest.mark.parametrize("changes", [
     dict(updates_per_rollout=2, temperature=0.8, mask_truncated=True) | DEMO, dict()], ids=str)
 def test_training_equals_a_slow_loop(rolled, changes):
@@ -233,25 +239,25 @@ def test_training_equals_a_slow_loop(rolled, changes):
     for step, samples in enumerate(one.steps, 1):
         optimizer.param_groups[0]["lr"] = learning_rate(step, 2, args)
         with torch.no_grad():
-            old, ref = ([[logp(model, x, y, args.temperature).sum() for y in ys] for x, ys in samples.groups]
-                        for model in (policy, reference))
+            old, ref = (sums(model, samples.groups, args.temperature) for model in (policy, reference))
         for _ in range(args.updates_per_rollout):
             loss = 0
-            for b, (prompt, ys) in enumerate(samples.groups):
+            new = sums(policy, samples.groups, args.temperature)
+            for b, (_, ys) in enumerate(samples.groups):
                 total = {}
                 for i, y in enumerate(ys):
                     if samples.ended[b, i] or not args.mask_truncated:
                         reward = vowels(TOKENIZER.decode(y, skip_special_tokens=True))
                         total[i] = reward - args.beta * (old[b][i] - ref[b][i])
                 for i in total if len(total) > 1 else ():
-                    ratio = (logp(policy, prompt, ys[i], args.temperature).sum() - old[b][i]).exp()
+                    ratio = (new[b][i] - old[b][i]).exp()
                     advantage = total[i] - sum(total[j] for j in total if j != i) / (len(total) - 1)
                     loss = loss - torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / 16
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-        kl = sum(sum(row) for row in old) - sum(sum(row) for row in ref)
+        kl = (old - ref).sum()
         assert loss.item() == pytest.approx(one.history[step]["loss"], abs=1e-3)
         assert kl / samples.mask.sum() == pytest.approx(one.history[step]["kl"], abs=1e-3)
     assert any(0 < values["completions/clipped_ratio"] < 1 for values in one.history[1:])

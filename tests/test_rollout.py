@@ -9,7 +9,7 @@ from runs import arguments
 from torch import tensor
 
 import rloo
-from models import MODELS, SMALL, build, make
+from models import MODELS, SMALL, build, ready
 from refcache import BadInput, enable_shared_prompts
 from rloo import draw, generator, rollout
 
@@ -34,7 +34,9 @@ EXACT = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
 
 def model_of(name):
     """A model as load_model leaves it."""
-    model = build(*CACHES[name]) if name in CACHES else make(name)
+    if name in MODELS:
+        return ready(name)
+    model = build(*CACHES[name])
     enable_shared_prompts(model)
     return model
 
