@@ -33,8 +33,26 @@ def count():
             y + torch.ones(256, 256)
         except RuntimeError as error:
             found.error = str(error)
+    memory = memory_of_steps(simulate, replace(args, what="dpo", model="tiny", tokens=1000))
     pairs = [len(simulate.random_rows(dpo, replace(args, tokens=n))) for n in (1000, 2000)]
-    return vars(found) | {"pairs": pairs, "table": printed.getvalue().splitlines()}
+    return vars(found) | memory | {"pairs": pairs, "table": printed.getvalue().splitlines()}
+
+
+def memory_of_steps(simulate, args):
+    """Bytes of dpo.py's steps, before and at the peak; what memory_share said of GPUs of 80 GB; metrics.jsonl."""
+    shares, lines = [], []
+    memory_share, append = simulate.dpo.memory_share, simulate.dpo.append
+    simulate.dpo.memory_share = lambda *inputs: shares.append(memory_share(*inputs)) or shares[-1]
+    simulate.dpo.append = lambda path, new: lines.extend(new) or append(path, new)
+
+    def step(size=80, checkpointing="auto", **changes):
+        simulate.GPUS["H100"] = (size, *simulate.GPUS["A100"][1:])
+        return dict(simulate.run(replace(args, **changes), ["--gradient_checkpointing", checkpointing]))["step"]
+
+    steps = [step(checkpointing="off"), step(checkpointing="on"), step(tokens=3000)]
+    steps += [step(80 * shares[0] / used) for used in (0.84, 0.86)]
+    return dict(shares=shares[:3], befores=[one.before for one in steps], peaks=[one.peak for one in steps],
+                lines=lines)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +78,16 @@ def test_every_script_runs_on_the_simulated_gpu(found):
     phases = found["phases"]
     assert all((script, phase) in phases for script in ("dpo", "kto", "rloo") for phase in ("load_model", "step"))
     assert ("kto", "score") in phases and ("rloo", "rollout") in phases
+
+
+def test_memory_is_said_and_saved_where_it_is_short(found):
+    off, on, _, large, small = found["peaks"]
+    assert on < off == large and small == on, "auto: from 85 % of the GPU on"
+    share, _, of_3000_tokens = found["shares"]
+    assert share < of_3000_tokens < 3 * share and of_3000_tokens * 80e9 < found["peaks"][2]
+    without_tokens = (3 * share - of_3000_tokens) / 2 * 80e9
+    assert without_tokens == pytest.approx(found["befores"][0] * 4 / 3, rel=1e-3), "weights, gradients, Adam"
+    assert all("memory_gb" in line for line in found["lines"] if line["step"])
 
 
 @pytest.mark.parametrize("script, phase, most", [
