@@ -250,6 +250,8 @@ def main(args: Args) -> list[dict]:
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].chosen), sep="|")
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
+    if args.score:
+        load_function(args.score)  # fails early
     run = describe_run(train_rows, eval_rows, [args.score], args)
 
     # The reference comes first, so that memory never holds both models.
@@ -832,7 +834,6 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
-        shutil.rmtree(hidden, ignore_errors=True)  # of a killed run
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
         os.replace(hidden, folder)
@@ -844,7 +845,7 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
     except (BadInput, ImportError, torch.OutOfMemoryError) as error:
-        advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
+        advice = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
         if isinstance(error, torch.OutOfMemoryError):
             advice = ": lower --tokens_per_forward, or add --gradient_checkpointing on"
         print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)

@@ -1024,7 +1024,6 @@ def save_model(model, tokenizer, folder: Path):
     state = get_model_state_dict(model, options=options)
     if processes()[0] == 0:
         hidden = folder.with_name(f".{folder.name}")
-        shutil.rmtree(hidden, ignore_errors=True)  # of a killed run
         model.save_pretrained(hidden, state_dict=state)
         tokenizer.save_pretrained(hidden)
         os.replace(hidden, folder)
@@ -1036,7 +1035,7 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
     except (BadInput, ImportError, torch.OutOfMemoryError) as error:
-        advice = f": pip install {error.name}" if isinstance(error, ImportError) else ""
+        advice = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
         if isinstance(error, torch.OutOfMemoryError):
             advice = ": lower --tokens_per_forward, or add --gradient_checkpointing on"
         print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)

@@ -297,7 +297,7 @@ def test_unreadable_rows_are_refused_by_name(load, bad, words):
 @pytest.mark.parametrize("script, columns", [
     (dpo, "prompt, chosen, rejected"), (kto, "prompt, completion, label"), (rloo, "prompt")])
 def test_rows_are_told_which_columns_are_expected(load, script, columns):
-    for row in (dict(question="q", answer="a"), dict(completion="a", label=1)):
+    for row in (dict(question="q" * 300, answer="a"), dict(completion="a", label=1)):
         with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found .*{'.*'.join(row)}"):
             load([row], script=script)
 

@@ -50,7 +50,7 @@ def memory_of_steps(simulate, args):
         return dict(simulate.run(replace(args, **changes), ["--gradient_checkpointing", checkpointing]))["step"]
 
     steps = [step(checkpointing="off"), step(checkpointing="on"), step(tokens=3000)]
-    steps += [step(80 * shares[0] / used) for used in (0.84, 0.86)]
+    steps += [step(80 * shares[0] / used) for used in (0.84, 0.86)] + [step(80 * shares[0], "off")]
     return dict(shares=shares[:3], befores=[one.before for one in steps], peaks=[one.peak for one in steps],
                 lines=lines)
 
@@ -81,8 +81,8 @@ def test_every_script_runs_on_the_simulated_gpu(found):
 
 
 def test_memory_is_said_and_saved_where_it_is_short(found):
-    off, on, _, large, small = found["peaks"]
-    assert on < off == large and small == on, "auto: from 85 % of the GPU on"
+    off, on, _, large, small, forced = found["peaks"]
+    assert on == small < off == large == forced, "auto: from 85 % of the GPU on"
     share, _, of_3000_tokens = found["shares"]
     assert share < of_3000_tokens < 3 * share and of_3000_tokens * 80e9 < found["peaks"][2]
     without_tokens = (3 * share - of_3000_tokens) / 2 * 80e9
