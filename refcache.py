@@ -701,8 +701,12 @@ def memory_share(model, tokens_per_forward: int) -> float:
     logprobs = completion_logprobs(model, [((1,) * 64, [(1,)])])  # noqa: F841  keeps what a backward pass needs
     activations = (torch.cuda.memory_allocated() - weights) / 64 * tokens_per_forward
     trained = sum(local(weight).nbytes for weight in model.parameters() if weight.requires_grad)
-    *parts, size = (n / 1e9 for n in (weights, 3 * trained, activations, torch.cuda.mem_get_info()[1]))
-    print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts), f"of {size:.1f} on the GPU")
+    config = unwrap_model(model).config.get_text_config()
+    layers = config.num_hidden_layers
+    fewer = activations / layers + 2 * layers * config.hidden_size * tokens_per_forward  # in bfloat16
+    *parts, fewer, size = (n / 1e9 for n in (weights, 3 * trained, activations, fewer, torch.cuda.mem_get_info()[1]))
+    print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts),
+          f"({fewer:.1f} checkpointed) of {size:.1f} on the GPU")
     return sum(parts) / size
 
 
