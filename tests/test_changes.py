@@ -135,7 +135,7 @@ def test_compile_covers_norms_and_mlps(monkeypatch, script):
     assert sorted(compiled) == ["LlamaMLP"] + 3 * ["LlamaRMSNorm"]
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("script, flags", [
     ("dpo", {}), ("kto", dict(lora_r=4, lr=2e-2, gradient_checkpointing="on")), ("rloo", {})], ids=str)
 def test_compiled_runs_equal_others(script, flags):

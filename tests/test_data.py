@@ -182,7 +182,6 @@ MISTRAL = "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.r
 R1 = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}" \
      "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}" \
      "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
-SYSTEM = said("Be brief.", "system")
 SHAPES = [  # template, what it makes of an answer, and of spaces around it, whether the prompt reads differently
     (CHATML, "{}<|im_end|>\n", " Warm. ", False), (LLAMA3, "{}<|eot_id|>\n", "Warm.", False),
     (QWEN3, NOTHING + "{}<|im_end|>\n", " Warm. ", False),
@@ -194,7 +193,7 @@ SHAPES = [  # template, what it makes of an answer, and of spaces around it, whe
 @pytest.mark.parametrize("template, trained, spaced, differs", SHAPES)
 def test_templates_give_the_prompts_of_rloo(load, capsys, template, trained, spaced, differs):
     tokenizer = byte_level(chat_template=template)
-    prompt = SYSTEM + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
+    prompt = said("Be brief.", "system") + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
     pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt, s also in </s>
     rows = load([pair, pair | dict(chosen=said(" Warm. "))], tokenizer)
     assert ("; 2 whose prompt reads differently before an answer" in capsys.readouterr().out) == differs
@@ -211,7 +210,7 @@ def test_template_that_strips_the_answer_is_refused(load):
         load([chat(), bad], byte_level(chat_template=R1))
 
 
-@pytest.mark.parametrize("template", [None, "{{ raise_exception('no such role') }}", "{{ messages[0].content }}"])
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}"])
 def test_broken_template_is_refused(load, template):
     with pytest.raises(BadInput, match=r"rows.jsonl:(1| too few)\b"):
         load(CHATS, byte_level(chat_template=template))
@@ -259,7 +258,7 @@ def test_long_rows_are_dropped_and_a_length_is_named(load, capsys):
 @pytest.mark.parametrize("good, bad, words", [
     (TEXT, dict(prompt=""), "empty"), (TEXT, dict(chosen=" \n"), "empty"), (TEXT, dict(chosen=END), "empty"),
     (NO_PROMPT, dict(chosen="x"), "empty.*common beginning"),
-    (TEXT, dict(chosen=TEXT["rejected"] + END), "equal"), (chat(), dict(chosen=said(" ")), "empty")])
+    (TEXT, dict(chosen=TEXT["rejected"] + END), "equal")])
 def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, words):
     bad = good | bad
     assert len(load([good, bad, good, bad])) == 2
@@ -284,9 +283,8 @@ def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
 
 @pytest.mark.parametrize("bad, words", [
     (dict(TEXT, chosen=5), "expected.*5"),
-    (dict(TEXT, chosen=said("a")[0]), "expected"),
     (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"),
-    (dict(chat(), prompt=[]), "expected"), ("7", "expected.*7"), ('{"prompt": ', ""),
+    (dict(chat(), prompt=[]), "expected"), ('{"prompt": ', ""),
     (dict(TEXT, chosen=json.dumps(said("a")[0])), "string"), (dict(TEXT, prompt=str(said("q"))), "string"),
     (dict(TEXT, prompt=None), "prompt"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages")])
 def test_unreadable_rows_are_refused_by_name(load, bad, words):
@@ -372,9 +370,7 @@ def test_every_format_gives_the_same_rows(load, tmp_path, name):
 
 
 @pytest.mark.parametrize("name, content", [
-    ("no.jsonl", None), ("no/such/dataset", None), ("a.jsonl", b"\xff{"), ("a.json", b"\xff{"), ("a.csv", b"\xff{"),
-    ("a.parquet", b"\xff{"), ("a.json", b'{"data": 1}'), ("a.jsonl", b"\n"), ("a.json", b"[]"), ("a.csv", b"\n"),
-    ("a.csv", b"prompt,chosen,rejected\n"),
+    ("no.jsonl", None), ("a.json", b"\xff{"), ("a.json", b'{"data": 1}'), ("a.jsonl", b"\n"),
     ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good, bad, and more\n"),  # a comma outside of quotes
     ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good\n")])
 def test_bad_files_are_named(load, tmp_path, name, content):
@@ -382,14 +378,7 @@ def test_bad_files_are_named(load, tmp_path, name, content):
     if content:
         path.write_bytes(content)
     with pytest.raises(BadInput, match=name):
-        load(name if "/" in name else path)
-
-
-def test_other_files_are_told_which_endings_are_read(load, tmp_path):
-    (tmp_path / "a.tsv").touch()
-    for path in (tmp_path, tmp_path / "a.tsv"):
-        with pytest.raises(BadInput, match=r"\.jsonl, \.json, \.csv, \.parquet"):
-            load(path)
+        load(path)
 
 
 def test_hub_datasets_are_loaded_by_name_and_split(load, monkeypatch):

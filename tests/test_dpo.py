@@ -288,12 +288,11 @@ def test_prompts_without_room_for_an_answer_get_none(tmp_path):
 # --- What is refused
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(data="nothing.jsonl"), "nothing.jsonl"), (dict(model=None), "--model and --data"),
-    (dict(data=None), "--model and --data"), (dict(sync_reference=2), "--ref swap"),
+    (dict(model=None), "--model and --data"), (dict(sync_reference=2), "--ref swap"),
     (dict(humanline=(-1.0, 1.5)), "--ref swap"),
     (dict(humanline=(-1.0, 1.5), ref="swap", sync_reference=1), "--humanline"),
-    (dict(max_length=5), "--max_length"), (dict(max_new_tokens=256), "--max_new_tokens 256"),
-    (dict(lora_target="q_proj"), "--lora_r"), (dict(score=f"{dpo.__file__}:sucess"), "FILE.py:FUNCTION")])
+    (dict(max_new_tokens=256), "--max_new_tokens 256"), (dict(lora_target="q_proj"), "--lora_r"),
+    (dict(score=f"{dpo.__file__}:sucess"), "FILE.py:FUNCTION")])
 def test_bad_input_is_refused(loaded, changes, words):
     with pytest.raises(BadInput, match=words):
         dpo.main(arguments(**changes))

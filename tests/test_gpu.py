@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import build, make
-from runs import SCRIPTS, TINY, needs_peft, run, save  # noqa: F401
+from runs import SCRIPTS, TIED, needs_peft, run, save  # noqa: F401
 from test_logprobs import GROUPS, ON_CUDA, SAMPLES, slow, values_and_gradients
 
 import dpo
@@ -77,7 +77,7 @@ def test_swap_through_pinned_memory_restores_every_bit():
 @pytest.mark.parametrize("lora", [{}, pytest.param(dict(lora_r=4), marks=needs_peft)])
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_tied_bfloat16_model_agrees_with_its_reference(script, lora, run):
-    model = save(build("llama", TINY | dict(tie_word_embeddings=True)).bfloat16(), "tied-bfloat16")
+    model = save(build("llama", TIED).bfloat16(), "tied-bfloat16")
     history = run(script, model=model, dtype="bfloat16", **lora).history
     assert history[1]["kl" if script == "rloo" else "logratio"] == 0
 

@@ -1,6 +1,5 @@
 """kto.py: the loss and z by hand, and runs. What it shares with dpo.py is the same text, tested in test_dpo.py."""
 import json
-from dataclasses import replace
 from math import exp
 
 import numpy as np
@@ -23,7 +22,6 @@ def sg(x):
 
 BATCH = Batch(logp=tensor([-9.0, -8.0]), ratio=tensor([1.5, -0.5]), is_desirable=tensor([True, False]),
               length=tensor([5.0, 4.0]))
-WEIGHTED = Args(beta=0.2, desirable_weight=1.2, undesirable_weight=0.9)
 
 
 @pytest.mark.parametrize("name, losses, slopes", [
@@ -33,7 +31,8 @@ WEIGHTED = Args(beta=0.2, desirable_weight=1.2, undesirable_weight=0.9)
 def test_loss_and_gradient_by_hand(name, losses, slopes):
     """β = 0.2, z = 0.4, log-ratios 1.5 and −0.5: 0.2 · (1.5 − 0.4) = 0.22, 0.2 · (0.4 + 0.5) = 0.18."""
     ratio = BATCH.ratio.clone().requires_grad_()
-    found = feedback_loss(BATCH._replace(ratio=ratio), tensor(0.4), replace(WEIGHTED, loss=name))
+    args = Args(loss=name, beta=0.2, desirable_weight=1.2, undesirable_weight=0.9)
+    found = feedback_loss(BATCH._replace(ratio=ratio), tensor(0.4), args)
     assert found.tolist() == pytest.approx(losses)
     found.sum().backward()
     assert ratio.grad.tolist() == pytest.approx(slopes)

@@ -115,8 +115,9 @@ def flags_of(name, **changes):
     return script, arguments(script, **UNEVEN | flags | changes)
 
 
-def train(name, n, **changes):
-    script, args = flags_of(name, **changes)
+@cache
+def whole(name, n):
+    script, args = flags_of(name)
     main = SCRIPTS[script].main
     history = main(args) if n == 1 and "bfloat16" not in name else in_processes(n, main, args)
     return without_speed(history), weights_of(f"{args.out}/model"), Path(args.out)
@@ -135,11 +136,6 @@ def append_late(*inputs, append=rloo.append):
 
 def test_steps_0_of_rloo_waits_for_the_metrics():
     assert len(in_processes(2, run_with, "append", append_late, rloo.main, flags_of("rloo", steps=0)[1])) == 1
-
-
-@cache
-def whole(name, n):
-    return train(name, n)
 
 
 def assert_same(one, several):

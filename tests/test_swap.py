@@ -55,36 +55,8 @@ def test_swap_holds_one_copy_on_the_host():
             assert sum(held[place] for place in on_host) == policy.num_parameters()
 
 
-def test_parameters_stay_the_same_objects():
-    policy = make("llama-tied", 1)
-    before = dict(policy.named_parameters())
-    swap = Swap(policy, make("llama-tied", 2))
-    with swap:
-        assert all(p is before[name] for name, p in policy.named_parameters())
-        assert policy.lm_head.weight is policy.model.embed_tokens.weight
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_reference_does_not_move_with_its_model(given):
-    policy = make("llama", 1)
-    reference = make("llama", 2) if given else policy
-    before = copy_of(reference)
-    swap = Swap(policy, reference if given else None)
-    move(reference)
-    with swap:
-        assert equal(policy.state_dict(), before)
-
-
-def test_swap_of_a_lora_policy_moves_the_adapter_only():
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "lm_head"])
-    policy = peft.get_peft_model(make("llama"), config)
-    names = {name for name, p in policy.named_parameters() if p.requires_grad}
-    assert Swap(policy).state_dict().keys() == names
-
-
 @pytest.mark.parametrize("other, changes", [
-    ("llama-tied", {}), ("mistral", {}), ("llama", dict(rms_norm_eps=1e-3)), ("llama", dict(num_hidden_layers=3))])
+    ("llama-tied", {}), ("mistral", {}), ("llama", dict(rms_norm_eps=1e-3))])
 def test_reference_that_is_built_differently_is_refused(other, changes):
     policy = make("llama")
     reference = make(other, **changes)
@@ -124,19 +96,9 @@ def test_sync_by_hand(mix):
     assert equal(policy.state_dict(), ours)
 
 
-def test_state_dict_brings_the_reference_back():
-    swap = Swap(make("llama-tied", 1), make("llama-tied", 2))
-    swap.sync(0.3)
-    again = Swap(make("llama-tied", 3))
-    again.load_state_dict(deepcopy(swap.state_dict()))
-    with swap as one, again as two:
-        assert equal(one.state_dict(), two.state_dict())
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_state_dict_is_sharded_like_the_policy(dtype):
+def test_state_dict_is_sharded_like_the_policy():
     policy = make("llama", 1)
-    shard(policy, "cpu", dtype)  # over one process, whose shards are whole tensors
+    shard(policy, "cpu", "bfloat16")  # over one process, whose shards are whole tensors
     state = Swap(policy).state_dict()
     assert all(isinstance(x, DTensor) and x.placements == policy.lm_head.weight.placements for x in state.values())
     swap = Swap(move(policy))
