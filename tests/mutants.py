@@ -73,7 +73,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
     ("dpo.py", "test_dpo"): [
         ("torch.where(is_tie, 0.5,", "torch.where(is_tie, 0.0,"),
         ("        optimizer.zero_grad()\n", ""),
-        ("warmup_steps = round(args.warmup * steps)\n", "warmup_steps = round(args.warmup * steps) + 1\n"),
+        ("round(args.warmup * steps) if", "round(args.warmup * steps) + 1 if"),
         ("value.zero_()", "value")],
     ("dpo.py", "test_references"): [
         ("reference.sync(args.sync_mix)  # after", "reference.sync()  # after"),
@@ -114,7 +114,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ('state |= {f"optimizer', '_ = {f"optimizer'),
         ("shutil.rmtree(folder, ignore_errors=True)  # of a killed save", "pass")],
     ("kto.py", "test_resume"): [
-        ('run["functions"][spec] =', "_ =")],
+        ('run["functions"] =', "_ =")],
 }
 
 
