@@ -21,7 +21,7 @@ ROOT = Path(dpo.__file__).parent
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "demo/model")
 TINY = dict(vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=None, eos_token_id=3)
-TIED = TINY | dict(tie_word_embeddings=True)  # the output head to the embedding
+TIED = TINY | dict(tie_word_embeddings=True)
 FOLDER = TemporaryDirectory()  # removed when the tests end
 SCRIPTS = {"dpo": dpo, "kto": kto, "rloo": rloo}
 FILES = {"dpo": "pairs", "kto": "feedback", "rloo": "prompts"}

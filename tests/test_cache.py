@@ -220,7 +220,7 @@ HOSTILE = {
     "text": b"not a pickle",
     "control characters": forged(pickle.dumps(GOOD, 4), reference="\x1b[2J\r\n\u202e" + "x" * 10**6),
     "lengths differ": forged(pickle.dumps({b"1234": {b"5678": b"\0" * 8}}, 4)),
-    "half a token": forged(pickle.dumps({b"1234": {b"567890": b"\0" * 6}}, 4)),
+    "a dict as a key": forged(b"\x80\x04}}}s."),
     "half a prompt token": forged(pickle.dumps({b"123456": {b"5678": b"\0" * 4}}, 4)),
     "NaN": forged(pickle.dumps({b"1234": {b"5678": b"\xff\xff\xff\xff"}}, 4))}
 

@@ -288,7 +288,7 @@ def test_prompts_without_room_for_an_answer_get_none(tmp_path):
 # --- What is refused
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(model=None), "--model and --data"), (dict(sync_reference=2), "--ref swap"),
+    (dict(model=None), "--data"), (dict(sync_reference=2), "--ref swap"),
     (dict(humanline=(-1.0, 1.5)), "--ref swap"),
     (dict(humanline=(-1.0, 1.5), ref="swap", sync_reference=1), "--humanline"),
     (dict(max_new_tokens=256), "--max_new_tokens 256"), (dict(lora_target="q_proj"), "--lora_r"),

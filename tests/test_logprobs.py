@@ -119,6 +119,7 @@ def test_adapters_also_of_the_head_are_exact(name, config):
             p.add_(torch.randn_like(p) * 0.1)
     assert_exact(model)
     assert all(p.grad.abs().max() > 0 for p in trained)
+    assert refcache.unwrap_model(model) is model.get_base_model()
 
 
 # --- memory

@@ -58,7 +58,7 @@ def test_one_swap_serves_many_steps(run):
 def test_swap_of_an_adapter_is_refused_or_exact():
     policy = load(adapt("sft"), trains=True)
     with pytest.raises(BadInput, match="policy in .*scaling"):
-        Swap(policy, load(adapt("of another scaling", lora_alpha=32)))
+        Swap(policy, load(adapt("scaled", lora_alpha=32)))
     reference = load(adapt("of another base", seed=1, base=tiny(1)))
     known = reference_logprobs(Swap(policy, reference), GROUPS)
     assert {key: known[key].tolist() for key in known} == logprobs(reference)

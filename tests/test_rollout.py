@@ -87,10 +87,9 @@ def test_samples_that_outgrow_the_room_are_exact(name, monkeypatch):
     check_tokens(model, samples, args)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_model_with_wrong_samples_is_refused(dtype):
+def test_model_with_wrong_samples_is_refused():
     with pytest.raises(BadInput):
-        rloo.check_sampler(model_of(REFUSED), TOKENIZER, flags(dtype=dtype))
+        rloo.check_sampler(model_of(REFUSED), TOKENIZER, flags())
 
 
 @pytest.mark.parametrize("changes, truth", [

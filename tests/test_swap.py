@@ -55,8 +55,7 @@ def test_swap_holds_one_copy_on_the_host():
             assert sum(held[place] for place in on_host) == policy.num_parameters()
 
 
-@pytest.mark.parametrize("other, changes", [
-    ("llama-tied", {}), ("mistral", {}), ("llama", dict(rms_norm_eps=1e-3))])
+@pytest.mark.parametrize("other, changes", [("llama-tied", {}), ("mistral", {}), ("llama", dict(rms_norm_eps=1e-3))])
 def test_reference_that_is_built_differently_is_refused(other, changes):
     policy = make("llama")
     reference = make(other, **changes)
