@@ -50,6 +50,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
     ("refcache.py", "test_cache"): [
         ('if theirs != mine and name != "name":', "if False:"),
         ('if hashlib.sha256(pickled).hexdigest() != header["sha256"]:', "if False:"),
+        ("os.stat(path) != self.stamp:", "self.stamp is None:"),
         ("    if others:\n        raise BadInput", "    if False:\n        raise BadInput"),
         ("            del model\n            gc", "            gc"),
         ("            if Path(path).exists() and os", "            if False and os"),
@@ -62,6 +63,12 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ('register_fsdp_forward_method(core, "flat_logprobs")', "pass"),
         ("if len(set(all_gather(digest))) > 1:", "if False:"),
         ('torch.bfloat16 if dtype == "bfloat16" else None', "None")],
+    ("refcache.py", "test_simulate"): [
+        ("/ 64 * tokens_per_forward", "* tokens_per_forward"),
+        ("(weights, 3 * trained,", "(weights, 2 * trained,")],
+    ("dpo.py", "test_simulate"): [
+        ("args.tokens_per_forward) > 0.85", "args.tokens_per_forward) > 0.87"),
+        ('(is_large and args.gradient_checkpointing == "auto")', "is_large")],
     ("dpo.py", "test_processes"): [
         ("means = all_reduce(torch", "means = (torch")],
     ("kto.py", "test_processes"): [
@@ -80,6 +87,7 @@ MUTANTS = {  # (file, tests that should notice) -> (text, replacement) each
         ("if weight.dim() > 1", "if True")],
     ("kto.py", "test_kto"): [
         ("return mean.clamp(min=0)", "return mean"),
+        ("(value.detach() * mask).sum()", "value.detach().sum()"),
         ("sign * (batch.ratio - z)", "sign * (batch.ratio + z)"),
         ("order[(i + n) % len(order)]", "order[n]")],
     ("rloo.py", "test_rloo"): [
