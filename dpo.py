@@ -102,7 +102,7 @@ class Args:
     simpo_gamma: float = 0.5  # simpo's target margin
 
     epochs: float = 1.0  # passes over the data
-    steps: int | None = None  # optimizer steps; None: from epochs; 0: only fill the cache
+    steps: int | None = None  # optimizer steps; None, -1: from epochs; 0: only fill the cache
     batch_size: int = 32  # pairs per optimizer step
     lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
@@ -249,9 +249,9 @@ def main(args: Args) -> list[dict]:
     print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out. The first, | before each trained token:")
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].chosen), sep="|")
     batch_size = min(args.batch_size, len(train_rows))
-    steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
+    steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps in (None, -1) else args.steps
     if args.score:
-        load_function(args.score)  # fails early
+        load_function(args.score)
     run = describe_run(train_rows, eval_rows, [args.score], args)
 
     # The reference comes first, so that memory never holds both models.
@@ -430,10 +430,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
     Drops rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
-    except ImportError:
-        raise
     except Exception as error:
-        raise BadInput(f"{source} is no .jsonl, .json, .csv, .parquet or hub dataset: {error}")
+        raise BadInput(f"{source}: no .jsonl, .json, .csv, .parquet (needs pyarrow), hub data (needs datasets): {error}")
     rows = []
     kinds = set()
     counts = Counter()
@@ -482,6 +480,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
             kept += 1
             lengths.append(length)
             yield prompt, sequences, begins, columns
+    next(all_ids, None)  # ends its progress bar
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {kept} of {len(rows)} rows", *notes, sep="; ")
     if 2 * kept < len(rows):
@@ -599,9 +598,8 @@ def load_model(name: str, device: str, args, trains: bool = False):
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
     model.requires_grad_(trains_all)
-    names = [f".{name}" for name, _ in model.named_modules()]
     for target in args.lora_target.split(","):
-        if target != "all-linear" and not any(name.endswith(f".{target}") for name in names):
+        if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules()):
             raise BadInput(f"--lora_target {target}: {base} has no such layer")
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)

@@ -460,7 +460,7 @@ def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp: 
 
 def check_agreement(difference: float, dtype: str):
     """Before the first update log π − log π_ref, the mean over tokens, is 0 up to rounding, or BadInput is raised."""
-    print(f"before the first update policy and reference differ by {difference:.1e} nats per token")
+    tqdm.write(f"before the first update policy and reference differ by {difference:.1e} nats per token")
     limit = 1e-4
     if dtype == "bfloat16":
         limit = 1e-2 if processes()[1] == 1 else 3e-2  # other batches round differently

@@ -106,7 +106,7 @@ class Args:
     max_new_tokens: int = 128  # per sample
 
     epochs: float = 1.0  # passes over the data
-    steps: int | None = None  # rollouts; None: from epochs; 0: only evaluate
+    steps: int | None = None  # rollouts; None, -1: from epochs; 0: only evaluate
     batch_size: int = 8  # prompts per step
     lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
@@ -261,7 +261,7 @@ def main(args: Args) -> list[dict]:
     print(tokenizer.decode(train_rows[0].prompt))
     functions = load_rewards(device, args)
     batch_size = min(args.batch_size, len(train_rows))
-    steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps is None else args.steps
+    steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps in (None, -1) else args.steps
     run = describe_run(train_rows, eval_rows, args.reward, args)
 
     torch.manual_seed(args.seed)  # for a new adapter
@@ -620,10 +620,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
     Drops rows that cannot be trained on, and counts them."""
     try:
         file_rows = read_rows(source)
-    except ImportError:
-        raise
     except Exception as error:
-        raise BadInput(f"{source} is no .jsonl, .json, .csv, .parquet or hub dataset: {error}")
+        raise BadInput(f"{source}: no .jsonl, .json, .csv, .parquet (needs pyarrow), hub data (needs datasets): {error}")
     rows = []
     kinds = set()
     counts = Counter()
@@ -672,6 +670,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
             kept += 1
             lengths.append(length)
             yield prompt, sequences, begins, columns
+    next(all_ids, None)  # ends its progress bar
     notes = [f"{count} {note}" for note, count in counts.items() if count]
     print(f"{source}: {kept} of {len(rows)} rows", *notes, sep="; ")
     if 2 * kept < len(rows):
@@ -789,9 +788,8 @@ def load_model(name: str, device: str, args, trains: bool = False):
     trains_all = trains and base == name and not args.lora_r
     model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
     model.requires_grad_(trains_all)
-    names = [f".{name}" for name, _ in model.named_modules()]
     for target in args.lora_target.split(","):
-        if target != "all-linear" and not any(name.endswith(f".{target}") for name in names):
+        if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules()):
             raise BadInput(f"--lora_target {target}: {base} has no such layer")
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)

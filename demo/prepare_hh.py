@@ -27,14 +27,21 @@ def pair(row: dict) -> dict | None:
 
 
 def main(source: str, target: str):
+    pairs = []
     open_source = gzip.open if str(source).endswith(".gz") else open
     with open_source(source, "rt", encoding="utf-8") as lines:
-        rows = [pair(json.loads(line)) for line in lines]
-    pairs = [row for row in rows if row]
+        for number, line in enumerate(lines, 1):
+            try:
+                pairs.append(pair(json.loads(line)))
+            except (LookupError, TypeError, ValueError):
+                sys.exit(f"{source}:{number}: expected chosen and rejected, dialogues of Human: and Assistant:")
+    kept = [row for row in pairs if row]
     with open(target, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in pairs)
-    print(f"{target}: {len(pairs)} of {len(rows)} rows; the others differ before their last answer, or lack one")
+        file.writelines(json.dumps(row) + "\n" for row in kept)
+    print(f"{target}: {len(kept)} of {len(pairs)} rows; the others differ before their last answer, or lack one")
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

@@ -233,9 +233,10 @@ def test_a_chat_gets_no_bos_beyond_its_template(texts, beginning):
     assert texts(chat(), tokenizer) == [beginning + "<user>q<assistant>", "a", "b"]
 
 
-def test_many_rows_are_tokenized_as_alone(load):
+def test_many_rows_are_tokenized_as_alone(load, capsys):
     numbers = range(1500)
     rows = load([dict(prompt=f"The tea {n}", chosen=f" was {n}.", rejected=f" is {n}.") for n in numbers])
+    assert "100%" in capsys.readouterr().err
     assert [decode(row) for row in rows] == [[f"The tea {n}", f" was {n}.{END}", f" is {n}.{END}"] for n in numbers]
 
 
@@ -299,11 +300,11 @@ def test_rows_are_told_which_columns_are_expected(load, script, columns):
             load([row], script=script)
 
 
-def test_missing_package_is_an_import_error(load, monkeypatch):
-    """The last lines of a script add what to install."""
+def test_other_files_are_told_what_is_read(load, monkeypatch):
+    """A misspelt name looks like one of the hub's."""
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match="datasets"):
-        load(Path("owner/name"))
+    with pytest.raises(BadInput, match=r"rows.tsv: no .jsonl.*\(needs pyarrow\).*\(needs datasets\)"):
+        load(Path("rows.tsv"))
 
 
 def test_answers_of_another_role_are_refused(load):

@@ -163,6 +163,10 @@ def test_steps_0_only_fills_the_cache(script, monkeypatch):
     assert len(SCRIPTS[script].main(replace(args, steps=1, samples=0))) == 2, "the same folder goes on"
 
 
+def test_steps_follow_from_epochs(run):
+    assert len(run("dpo", steps=-1, epochs=0.6, batch_size=4).history) == 1 + 2
+
+
 @BOTH
 def test_only_what_the_run_needs_is_scored(run, script):
     """Of 12 rows those of two steps, and 3 held-out ones; two answers each."""
