@@ -621,7 +621,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple
     try:
         file_rows = read_rows(source)
     except Exception as error:
-        raise BadInput(f"{source}: no .jsonl, .json, .csv, .parquet (needs pyarrow), hub data (needs datasets): {error}")
+        raise BadInput(f"{source}: no .jsonl .json .csv .parquet (needs pyarrow) or hub data (needs datasets): {error}")
     rows = []
     kinds = set()
     counts = Counter()
