@@ -214,8 +214,9 @@ def test_shards_of_a_killed_save_are_removed(tmp_path):
     stale = out / f"resume-{STEPS}/shard-00002-model-00001-of-00001.safetensors"
     stale.parent.mkdir()
     stale.touch()
-    kill("dpo", out, "replace model")  # the checkpoint of the last step is complete, the model is not
+    kill("dpo", out, "replace model")  # after the last checkpoint
     assert newest(out) == stale.parent and not stale.exists()
+    assert_same_as_whole("dpo", out)
 
 
 def test_resume_inside_a_window_scores_all_of_it(tmp_path, monkeypatch):
