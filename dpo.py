@@ -4,7 +4,7 @@ Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation
 
     L(θ) = −E log σ( β log π(y_w|x)/π_ref(y_w|x) − β log π(y_l|x)/π_ref(y_l|x) )
 
-    python dpo.py  # the demo: offline, under a minute
+    python dpo.py  # the demo: offline, 10 s
     python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen  # your model, your data
 
 The reference π_ref is frozen: its log-probs are computed once, before the policy is loaded, and kept in a file.
@@ -251,7 +251,7 @@ def main(args: Args) -> list[dict]:
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps in (None, -1) else args.steps
     if args.score:
-        load_function(args.score)
+        load_function(args.score)  # fails early
     run = describe_run(train_rows, eval_rows, [args.score], args)
 
     # The reference comes first, so that memory never holds both models.

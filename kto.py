@@ -252,7 +252,7 @@ def main(args: Args) -> list[dict]:
     batch_size = min(args.batch_size, len(train_rows))
     steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps in (None, -1) else args.steps
     if args.score:
-        load_function(args.score)
+        load_function(args.score)  # fails early
     run = describe_run(train_rows, eval_rows, [args.score], args)
 
     # The reference comes first, so that memory never holds both models.

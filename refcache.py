@@ -703,10 +703,10 @@ def memory_share(model, tokens_per_forward: int) -> float:
     trained = sum(local(weight).nbytes for weight in model.parameters() if weight.requires_grad)
     config = unwrap_model(model).config.get_text_config()
     layers = config.num_hidden_layers
-    fewer = activations / layers + 2 * layers * config.hidden_size * tokens_per_forward  # in bfloat16
-    *parts, fewer, size = (n / 1e9 for n in (weights, 3 * trained, activations, fewer, torch.cuda.mem_get_info()[1]))
+    kept = activations / layers + 2 * layers * config.hidden_size * tokens_per_forward  # checkpointed, bf16
+    *parts, kept, size = (n / 1e9 for n in (weights, 3 * trained, activations, kept, torch.cuda.mem_get_info()[1]))
     print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts),
-          f"({fewer:.1f} checkpointed) of {size:.1f} on the GPU")
+          f"({kept:.1f} checkpointed) of {size:.1f} on the GPU")
     return sum(parts) / size
 
 

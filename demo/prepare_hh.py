@@ -5,6 +5,7 @@
 """
 import gzip
 import json
+import os
 import re
 import sys
 
@@ -36,8 +37,9 @@ def main(source: str, target: str):
             except (LookupError, TypeError, ValueError):
                 sys.exit(f"{source}:{number}: expected chosen and rejected, dialogues of Human: and Assistant:")
     kept = [row for row in pairs if row]
-    with open(target, "w", encoding="utf-8") as file:
+    with open(f"{target}.partial", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in kept)
+    os.replace(f"{target}.partial", target)  # a killed run leaves no half of it
     print(f"{target}: {len(kept)} of {len(pairs)} rows; the others differ before their last answer, or lack one")
 
 
