@@ -5,7 +5,12 @@
     Swap                                 reference weights kept on the CPU: for new completions or a moving reference
 
 A group is `(prompt_ids, [completion_ids, ...])`, tuples of token ids; a completion includes its EOS. Policy and
-reference go through one function, so they agree before the first update.
+reference go through one function, so they agree before the first update: margin 0, loss ln 2, KL 0.
+
+A cache is a dictionary whose token ids and log-probs are kept as bytes: 4 bytes per token, where a tuple of Python
+integers takes 36. Weights are held by FSDP2 where several processes divide them. A single process uses it, too, when it
+trains in bfloat16: each layer then computes in bfloat16, while the optimizer's weights stay float32.
+
 Shapes: T tokens in a forward, T_k keys of all spans, N completion tokens, D head size, H hidden size, V vocabulary.
 """
 import gc
@@ -19,14 +24,14 @@ import sys
 import time
 import warnings
 from array import array
-from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from types import MethodType
+from typing import NamedTuple
 from weakref import WeakSet
 
 import numpy as np
@@ -75,8 +80,8 @@ class ReferenceCache(Mapping):
 
     def __iter__(self):
         for prompt, scored in self.table.items():
-            for y in scored:
-                yield tuple(array("I", prompt)), tuple(array("I", y))
+            for completion in scored:
+                yield tuple(array("I", prompt)), tuple(array("I", completion))
 
     def __getitem__(self, key):
         prompt, completion = key
@@ -89,11 +94,14 @@ class ReferenceCache(Mapping):
         if path and Path(path).exists():
             self.load(path)
         missing = self.missing(groups)
-        digest = hash(tuple((prompt, *completions) for prompt, completions in missing))  # equal in all processes
+
+        # The processes divide what is missing, so it must be the same for all of them.
+        digest = hash(tuple((prompt, *completions) for prompt, completions in missing))
         if len(set(all_gather(digest))) > 1:
             raise BadInput(f"the processes have different caches: do all of them read the same {path}?")
         if not missing:
             return 0
+
         if path:
             with FileLock(f"{os.path.realpath(path)}.lock"):  # an error comes now, not after the forwards
                 pass
@@ -101,7 +109,7 @@ class ReferenceCache(Mapping):
         try:
             self.score(model, missing, tokens_per_forward, path=path)
         finally:
-            del model
+            del model  # the caller keeps none either, so its memory is free before the policy is loaded
             gc.collect()
             torch.cuda.empty_cache()
         return sum(len(completions) for _, completions in missing)
@@ -111,39 +119,48 @@ class ReferenceCache(Mapping):
         missing: dict[tuple, dict] = {}  # prompt -> completions
         for prompt, completions in groups:
             scored = self.table.get(bytes_of(prompt), ())
-            unknown = [y for y in completions if bytes_of(y) not in scored]
+            unknown = [completion for completion in completions if bytes_of(completion) not in scored]
             missing.setdefault(prompt, {}).update(dict.fromkeys(unknown))
         return [(prompt, list(unknown)) for prompt, unknown in missing.items() if unknown]
 
     @torch.no_grad()
     def score(self, model, groups: Groups, tokens_per_forward=16384, path=None):
-        """Scores all of these. Saves to `path` about every minute, at the end, and on an exception."""
-        budget = tokens_per_forward if enable_shared_prompts(model) else 0  # 0: one row per completion
-        todo = []
+        """Scores all of these groups. Saves to `path` about every minute, at the end, and on an exception."""
+        # A group longer than the budget is divided. Budget 0: without shared prompts each completion is a row.
+        budget = tokens_per_forward if enable_shared_prompts(model) else 0
+        parts = []
         for prompt, completions in groups:
-            for part in pack(list(map(len, completions)), budget - len(prompt)):
-                todo.append((prompt, [completions[i] for i in part]))
-        batches = micro_batches(model, todo, tokens_per_forward)
-        micros = [[todo[i] for i in indices] for indices, _ in batches]  # longest first: out of memory comes early
-        scores = ((micro, *to_cpu(completion_logprobs(model, micro))) for micro in micros)
-        total = sum(map(count_tokens, micros))
-        new = []
+            lengths = [len(completion) for completion in completions]
+            for indices in pack(lengths, budget - len(prompt)):
+                parts.append((prompt, [completions[i] for i in indices]))
+
+        # The longest batches come first, so that a pass that needs too much memory fails at once.
+        batches = []
+        for indices, _ in micro_batches(model, parts, tokens_per_forward):
+            batches.append([parts[i] for i in indices])
+        total = sum(map(count_tokens, batches))
+
+        new = []  # entries of this process
+        waiting = None  # the batch before: it is stored while the GPU computes the next one
         save_at = time.monotonic() + 60
         try:
             with eval_mode(model), progress_bar(desc="reference", total=total, unit="tok", unit_scale=True) as progress:
-                for (micro, logprobs, copied), _ in pairwise(chain(scores, [None])):  # the GPU computes the next
-                    if copied:
-                        copied.synchronize()
-                    entries = entries_of(micro, logprobs)
-                    new += entries
-                    self.add(entries)
-                    progress.update(count_tokens(micro))
+                for batch in [*batches, None]:
+                    started = (batch, *to_cpu(completion_logprobs(model, batch))) if batch else None
+                    if waiting:
+                        entries = entries_of(*waiting)
+                        self.add(entries)
+                        new += entries
+                        progress.update(count_tokens(waiting[0]))
+                    waiting = started
+
                     if path and time.monotonic() > save_at:
                         self.save(path)
                         save_at = time.monotonic() + 60
         finally:
             if path:
-                self.save(path)  # each process its part: save keeps what the others saved
+                self.save(path)  # each process saves its part: save() keeps what the others saved
+
         for theirs in all_gather(new):
             self.add(theirs)
 
@@ -154,15 +171,17 @@ class ReferenceCache(Mapping):
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
         with FileLock(f"{os.path.realpath(path)}.lock"):
-            if Path(path).exists() and os.stat(path) != self.stamp:
+            if Path(path).exists() and os.stat(path) != self.stamp:  # another job has written it
                 self.load(path)
+
             table = pickle.dumps(self.table, protocol=4)
             header = json.dumps(self.header | {"sha256": hashlib.sha256(table).hexdigest()}) + "\n"
             write_whole(path, [header.encode(), table])
             self.stamp = os.stat(path)
 
     def load(self, path):
-        """Adds a file's entries, executing nothing in it. Raises BadInput if it is damaged or has another header."""
+        """Adds the entries of a file, and executes no code in it. Raises BadInput if it is damaged or has another
+        header."""
         try:
             first_line, _, pickled = Path(path).read_bytes().partition(b"\n")
             header = json.loads(first_line)
@@ -172,12 +191,14 @@ class ReferenceCache(Mapping):
                     raise BadInput(f"it was made with {name} {theirs!r}, but this run has {name} {mine!r}")
             if hashlib.sha256(pickled).hexdigest() != header["sha256"]:
                 raise BadInput("its checksum does not match")
+
             table = load_builtins(pickled)
             for prompt, scored in table.items():
-                if len(prompt) % 4 or any(len(y) % 4 or len(y) != len(z) for y, z in scored.items()):
-                    raise BadInput("its lengths do not match")
-                if not all(np.isfinite(np.frombuffer(z, np.float32)).all() for z in scored.values()):
-                    raise BadInput("it holds a log-prob that is not finite")
+                for completion, logprobs in scored.items():
+                    if len(prompt) % 4 or len(completion) % 4 or len(completion) != len(logprobs):
+                        raise BadInput("its lengths do not match")
+                    if not np.isfinite(np.frombuffer(logprobs, np.float32)).all():
+                        raise BadInput("it holds a log-prob that is not finite")
         except Exception as error:  # any error of a damaged or hostile file
             advice = "name another, or delete it if it is an old cache"
             raise BadInput(f"{path} cannot be used, {one_line(error)}: {advice}") from None
@@ -185,7 +206,7 @@ class ReferenceCache(Mapping):
 
 
 def load_builtins(data: bytes) -> dict:
-    """A pickle of dicts and bytes. All else is refused before unpickling."""
+    """Unpickles dicts and bytes. A pickle with anything else is refused before unpickling."""
     allowed = "PROTO FRAME MARK MEMOIZE STOP EMPTY_DICT SETITEM SETITEMS SHORT_BINBYTES BINBYTES".split()
     others = {opcode.name for opcode, _, _ in pickletools.genops(data)} - set(allowed)  # genops also checks sizes
     if others:
@@ -209,27 +230,34 @@ def bytes_of(ids: tuple[int, ...]) -> bytes:
 
 
 def to_cpu(logprobs: Ragged) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """All log-probs, (N,), which a GPU has copied when the event happens: its later work is not waited for."""
+    """All log-probs, (N,). A GPU has copied them when the event happens, and nobody waits for its later work."""
     flat = torch.cat(list(chain(*logprobs)))
-    on_cpu = flat.to("cpu", non_blocking=True)  # pinned: one transfer
-    return on_cpu, torch.cuda.current_stream().record_event() if flat.is_cuda else None
+    on_cpu = flat.to("cpu", non_blocking=True)  # one transfer, to pinned memory
+    copied = torch.cuda.current_stream().record_event() if flat.is_cuda else None
+    return on_cpu, copied
 
 
-def entries_of(groups: Groups, logprobs: torch.Tensor) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of ReferenceCache.table. logprobs: (N,)"""
+def entries_of(groups: Groups, logprobs: torch.Tensor, copied=None) -> list[tuple[bytes, dict[bytes, bytes]]]:
+    """Entries of ReferenceCache.table, from what to_cpu returned."""
+    if copied:
+        copied.synchronize()
     if not logprobs.isfinite().all():
         raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
+
     entries = []
     for (prompt, completions), group in zip(groups, ragged(logprobs, groups)):
-        scored = {bytes_of(y): values.numpy().tobytes() for y, values in zip(completions, group)}
+        scored = {}
+        for completion, values in zip(completions, group):
+            scored[bytes_of(completion)] = values.numpy().tobytes()
         entries.append((bytes_of(prompt), scored))
     return entries
 
 
 class Swap:
     """The reference's weights in CPU memory. `with swap as model:` exchanges them with the policy's, in place, until
-    its end. Without `reference` it is the policy as it is now. Only weights that can differ are held: of a LoRA run the
-    adapter, whose initial state is the reference. Raises BadInput if the models have different structures."""
+    its end. Without `reference` the policy as it is now becomes the reference. Only weights that can differ are held:
+    a LoRA run holds the adapter alone, whose initial state is the reference. Raises BadInput if the models have
+    different structures."""
 
     def __init__(self, policy, reference=None):
         reference = reference or policy
@@ -237,12 +265,14 @@ class Swap:
         differing = [name for name in mine | theirs if mine.get(name) != theirs.get(name)]
         if differing:
             raise BadInput(f"the reference differs from the policy in {differing[0]}: choose live, or merge an adapter")
+
         self.policy = policy
         self.ours = {}  # name -> the policy's tensor, on its device
         self.theirs = {}  # name -> the reference's values, on the CPU
         reference_weights = reference.state_dict()
         weights = policy.state_dict(keep_vars=True)
         unique = {id(tensor): (name, tensor) for name, tensor in weights.items()}  # tied weights once
+
         for name, tensor in unique.values():
             values = local(tensor)
             is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
@@ -261,7 +291,7 @@ class Swap:
 
     @torch.no_grad()
     def exchange(self):
-        """Weight by weight: no third copy of the model is needed."""
+        """Goes weight by weight, so that no third copy of the model is needed."""
         for name, theirs in self.theirs.items():
             mine = local(self.ours[name])
             before = mine.clone()
@@ -282,7 +312,8 @@ class Swap:
         for name, tensor in self.theirs.items():
             mine = self.ours[name]
             if isinstance(mine, DTensor):
-                tensor = DTensor.from_local(tensor.to(mine.device), mine.device_mesh, mine.placements, run_check=False,
+                on_device = tensor.to(mine.device)
+                tensor = DTensor.from_local(on_device, mine.device_mesh, mine.placements, run_check=False,
                                             shape=mine.shape, stride=mine.stride())
             state[name] = tensor
         return state
@@ -299,7 +330,7 @@ def structure(model) -> dict:
     cosmetic = {"_name_or_path", "architectures", "dtype", "initializer_range", "transformers_version", "use_cache"}
     found = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
-        if hasattr(module, "scaling"):  # of LoRA, and of attention
+        if hasattr(module, "scaling"):  # LoRA and attention have one
             found[f"{name}.scaling"] = str(module.scaling)
     for name, value in unwrap_model(model).config.to_dict().items():
         if name not in cosmetic and "dropout" not in name and not name.endswith("token_id"):
@@ -308,8 +339,8 @@ def structure(model) -> dict:
 
 
 def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384):
-    """log π_ref of these completions, as a mapping. `reference`: a ReferenceCache or None, returned as they are, or a
-    context manager that yields a model, such as a Swap."""
+    """log π_ref of these completions, as a mapping. A `reference` that is a ReferenceCache or None is returned as it
+    is; any other is a context manager that yields a model, such as a Swap."""
     if reference is None or isinstance(reference, ReferenceCache):
         return reference
     scored = ReferenceCache()
@@ -318,19 +349,27 @@ def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384):
     return scored
 
 
+def checkpoint_folder(name: str) -> Path:
+    """The folder of a checkpoint: the name itself, or where the hub's checkpoint of this name was downloaded to."""
+    if Path(name).is_dir():
+        return Path(name)
+    return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*model*.safetensors"]))
+
+
 def checkpoint_digest(name: str) -> str:
     """Identifies the weights of a folder or hub name: SHA-256 of config and safetensors, and an adapter's base."""
-    patterns = ["*.json", "*model*.safetensors"]
-    folder = Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=patterns))
+    folder = checkpoint_folder(name)
     kind = "adapter_" if (folder / "adapter_config.json").exists() else ""
     config = json.loads((folder / f"{kind}config.json").read_text())
     config |= {"transformers_version": None, "_name_or_path": None}  # no effect on log-probs
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+
     files = sorted(folder.glob(f"{kind}model*.safetensors"))
     if not files:
         raise BadInput(f"{folder} holds no {kind}model*.safetensors")
     for file in files:
         digest.update(np.memmap(file, np.uint8, "r"))
+
     if kind:
         digest.update(checkpoint_digest(config["base_model_name_or_path"]).encode())
     return digest.hexdigest()[:32]
@@ -341,15 +380,16 @@ def checkpoint_digest(name: str) -> str:
 def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
 
-    Differentiable. One forward: micro_batches divides more groups. temperature divides the logits, as in sampling.
-    Raises BadInput for an empty prompt or completion, a row outside the model, or a model it cannot serve exactly."""
+    It is differentiable, and one forward: micro_batches divides what is too much for one. temperature divides the
+    logits, as in sampling. Raises BadInput for an empty prompt or completion, for a row that is longer than the context
+    or has an id outside the vocabulary, and for a model whose log-probs would not be exact."""
     core = unwrap_model(model)
     check_groups(core, groups)
     lay_out = lay_out_shared if enable_shared_prompts(model) else lay_out_padded
     try:
         return forward(core, groups, lay_out, temperature)
     except CannotShare as error:  # seen only in rows longer than the probe's
-        if processes()[1] > 1:  # the others would wait for the forward that failed here
+        if process_count() > 1:  # the others would wait for the forward that failed here
             raise BadInput(f"{one_line(error)}: this model cannot be split over processes") from error
         if isinstance(core, FSDPModule):
             core.reset_iter_state()  # the error interrupted a forward
@@ -385,27 +425,39 @@ def _flat_logprobs(core, inputs: dict, sources, targets, temperature: float) -> 
     outputs = replace(outputs, last_hidden_state=None)  # frees the others
 
     def token_logprobs(hidden, targets):
-        """(n, H), (n,) -> (n,). What follows the decoder (head, scale, softcap) is the model's own code."""
+        """(n, H), (n,) -> (n,)"""
+        # What follows the decoder (layers before the head, head, scale, softcap) is the model's own code. So that all
+        # of it runs, and nothing else, the model is called with a decoder that returns these hidden states. A head
+        # called by itself would miss what a model does around it; its `weight` would miss a bias and an adapter.
         decoder.forward = lambda *_, **__: replace(outputs, last_hidden_state=hidden[None])
         try:
-            logits = core.forward(inputs["input_ids"], use_cache=False).logits.flatten(0, 1).float()  # (n, V)
+            logits = core.forward(inputs["input_ids"], use_cache=False).logits.flatten(0, 1)  # (n, V)
         finally:
-            del decoder.forward
-        logits = logits / temperature if temperature != 1 else logits  # each pass over (n, V) counts
-        return -F.cross_entropy(logits, targets, reduction="none")
+            del decoder.forward  # the class's own is back
+        return log_softmax_at(logits, targets, temperature)
 
+    # The logits of all N tokens may be most of the memory of a step, so they are computed in chunks.
     budget = HEAD_BYTES if hidden.is_cuda else HEAD_BYTES // 16  # 64 MiB is best on a CPU
     chunk_size = max(1, budget // (4 * len(core.get_input_embeddings().weight)))
     if len(hidden) <= chunk_size:
         return token_logprobs(hidden, targets)
-    outside = set(core.modules()) - set(decoder.modules())
-    weights = [weight for module in outside for weight in module.parameters(recurse=False) if weight.requires_grad]
+    weights = []  # that train, and that the decoder does not have: the head's, above all
+    for module in set(core.modules()) - set(decoder.modules()):
+        weights += [weight for weight in module.parameters(recurse=False) if weight.requires_grad]
     return InChunks.apply(token_logprobs, chunk_size, hidden, targets, *weights)
+
+
+def log_softmax_at(logits, targets, temperature: float) -> torch.Tensor:
+    """The log-probs of the targets, in float32: (n, V), (n,) -> (n,)"""
+    logits = logits.float()
+    if temperature != 1:  # each pass over (n, V) takes time
+        logits = logits / temperature
+    return -F.cross_entropy(logits, targets, reduction="none")
 
 
 class InChunks(torch.autograd.Function):
     """token_logprobs of a few rows at a time: the backward computes the logits of each chunk again. It sums the
-    gradients of the weights in float32: in bfloat16 200 chunks have five times the rounding error of one."""
+    gradients of the weights in float32, because in bfloat16 200 chunks have five times the rounding error of one."""
 
     @staticmethod
     def forward(ctx, token_logprobs, chunk_size, hidden, targets, *weights):
@@ -421,6 +473,7 @@ class InChunks(torch.autograd.Function):
         sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in ctx.weights]
         for start in range(0, len(hidden), ctx.chunk_size):
             rows = slice(start, start + ctx.chunk_size)
+
             with torch.enable_grad():
                 chunk = hidden[rows].detach().requires_grad_()
                 logprobs = ctx.token_logprobs(chunk, targets[rows])
@@ -428,7 +481,9 @@ class InChunks(torch.autograd.Function):
             grad_hidden[rows], *grads = torch.autograd.grad(logprobs, inputs, grad[rows], materialize_grads=True)
             for total, part in zip(sums, grads):
                 total += part
-        return None, None, grad_hidden, None, *(total.to(weight.dtype) for total, weight in zip(sums, ctx.weights))
+
+        grad_weights = [total.to(weight.dtype) for total, weight in zip(sums, ctx.weights)]
+        return None, None, grad_hidden, None, *grad_weights
 
 
 def count_tokens(groups: Groups) -> int:
@@ -437,7 +492,10 @@ def count_tokens(groups: Groups) -> int:
 
 def ragged(flat: torch.Tensor, groups: Groups) -> Ragged:
     """Splits (N,) into one tensor per completion."""
-    parts = iter(flat.split([len(y) for _, completions in groups for y in completions]))
+    lengths = []
+    for _, completions in groups:
+        lengths += [len(completion) for completion in completions]
+    parts = iter(flat.split(lengths))
     return [[next(parts) for _ in completions] for _, completions in groups]
 
 
@@ -447,56 +505,67 @@ def sum_tokens(values: Ragged) -> torch.Tensor:
 
 
 def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp: tuple | None = None) -> Ragged:
-    """log π − log π_ref of each token. logps: of these groups; ref_logps[prompt, y]: the reference's (None: all 0).
-    clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
+    """log π − log π_ref of each token. logps: the policy's, for these groups; ref_logps[prompt, completion]: the
+    reference's (None: all 0). clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
     ratios = torch.cat(list(chain(*logps)))  # (N,)
     if ref_logps is not None:
-        flat = np.concatenate([ref_logps[prompt, y] for prompt, completions in groups for y in completions])
-        ratios = ratios - to_device(flat, ratios.device)
+        theirs = []
+        for prompt, completions in groups:
+            theirs += [ref_logps[prompt, completion] for completion in completions]
+        ratios = ratios - to_device(np.concatenate(theirs), ratios.device)
     if clamp:
         ratios = ratios.clamp(*clamp)
     return ragged(ratios, groups)
 
 
 def check_agreement(difference: float, dtype: str):
-    """Before the first update log π − log π_ref, the mean over tokens, is 0 up to rounding, or BadInput is raised."""
+    """Checks the mean of |log π − log π_ref| over tokens, before the first update: it is 0 up to rounding."""
     tqdm.write(f"before the first update policy and reference differ by {difference:.1e} nats per token")
     limit = 1e-4
     if dtype == "bfloat16":
-        limit = 1e-2 if processes()[1] == 1 else 3e-2  # other batches round differently
+        limit = 1e-2 if process_count() == 1 else 3e-2  # other batches round differently
     if not difference < limit:
         raise BadInput(f"policy and reference differ by {difference:.2g} nats per token: delete the cache, if it is "
                        "another model's, or try --dtype float32")
 
 
-def micro_batches(model, groups: Groups, tokens_per_forward: int) -> list[tuple[list[int], int]]:
-    """This process's forwards of at most tokens_per_forward tokens, longest first (a longer group goes alone): indices
-    of groups, and 1. FSDP needs equally many forwards in all processes: one without work runs group 0, counted 0 times.
-    """
-    rows = None
+def micro_batches(model, groups: Groups, tokens_per_forward: int) -> list[tuple[list[int], bool]]:
+    """This process's forwards of at most tokens_per_forward tokens, longest first; a longer group goes alone. Each is a
+    list of indices of groups, and whether it is real: FSDP needs equally many forwards in all processes, so a process
+    with too few runs group 0 again, which is not real and must count 0 times."""
     lengths = [count_tokens([group]) for group in groups]
-    if not has_shared_prompts(model):
-        rows = [len(completions) for _, completions in groups]
+    rows = None
+    if not has_shared_prompts(model):  # each completion is a padded row
         lengths = [len(prompt) + max(map(len, completions)) for prompt, completions in groups]
+        rows = [len(completions) for _, completions in groups]
+
     batches = divide_batches(partial(pack, lengths, rows=rows), tokens_per_forward)
-    return [(batch, 1) if batch else ([0], 0) for batch in batches]
+    return [(batch, True) if batch else ([0], False) for batch in batches]
 
 
 def divide_batches(pack_into: Callable, budget: int) -> list[list[int]]:
-    """This process's part of pack_into(budget). The number of batches is rounded up to a multiple of the processes; the
-    smallest budget with no more batches makes them equally full. Needs no communication."""
-    rank, ranks = processes()
+    """This process's part of pack_into(budget). The number of batches is rounded up to a multiple of the processes,
+    some may be empty. It is a function of its arguments, so the processes need no communication."""
+    ranks = process_count()
     n = math.ceil(len(pack_into(budget)) / ranks) * ranks
-    if ranks > 1:
-        budget = bisect_left(range(budget), True, key=lambda smaller: len(pack_into(smaller)) <= n)
+
+    # The smallest budget that needs no more batches makes them equally full. It lies between `low` and `budget`.
+    low = budget if ranks == 1 else 0
+    while low < budget:
+        middle = (low + budget) // 2
+        if len(pack_into(middle)) <= n:
+            budget = middle
+        else:
+            low = middle + 1
+
     batches = pack_into(budget)
     batches += [[] for _ in range(n - len(batches))]
-    return batches[rank::ranks]
+    return batches[process_rank()::ranks]
 
 
 def pack(lengths: list[int], budget: int, rows: list[int] | None = None) -> list[list[int]]:
-    """Indices of items in batches of at most `budget` tokens, longest first. An item is a segment of a flat row or,
-    with `rows`, that many rows, padded to the longest row of their batch."""
+    """Indices of items in batches of at most `budget` tokens, longest first. An item is a segment of a flat row. With
+    `rows`, item i is rows[i] rows, which are padded to the longest row of their batch."""
     sizes = rows or lengths
     batches = []
     load = 0  # rows or tokens in the last batch
@@ -518,7 +587,7 @@ def unwrap_model(model):
 
 @contextmanager
 def eval_mode(model):
-    """Without dropout and gradient checkpointing, which would ignore a key-value cache."""
+    """Turns off dropout, and gradient checkpointing, which would ignore a key-value cache."""
     was_training = model.training
     model.eval()
     try:
@@ -542,7 +611,7 @@ def context_length(config) -> float:
 def progress_bar(*items, **options) -> tqdm:
     """tqdm in the first process. Inner bars leave no line; without a terminal they move every 30 s."""
     seconds = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=30, disable=processes()[0] > 0, **options)
+    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=30, disable=not is_first_process(), **options)
 
 
 def one_line(error: BaseException) -> str:
@@ -567,9 +636,17 @@ def process_group():
         dist.destroy_process_group()
 
 
-def processes() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+def process_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def process_count() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that prints and writes files."""
+    return process_rank() == 0
 
 
 def shard(model, device: str, dtype="float32"):
@@ -614,7 +691,7 @@ def barrier():
 
 def all_gather(mine) -> list:
     """The list of all processes' `mine`, any Python object, by rank."""
-    everyone = [mine] * processes()[1]
+    everyone = [mine] * process_count()
     if dist.is_initialized():
         dist.all_gather_object(everyone, mine)
     return everyone
@@ -628,12 +705,13 @@ def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Of a sharded tensor. All processes must call this together."""
+    """The whole tensor, if it is sharded; then all processes must call this together. Others are returned as they
+    are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's shard."""
+    """This process's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -645,13 +723,15 @@ def enable_shared_prompts(model) -> bool:
     core = unwrap_model(model)
     if core in PROBED:
         return has_shared_prompts(core)
-    name = type(core).__name__.removeprefix("FSDP")
+
     own_attention = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")
     if getattr(core.config.get_text_config(), "attn_logit_softcapping", None):
         own_attention = own_attention.replace("sdpa", "eager")  # transformers 5.17 lets sdpa drop the softcap silently
     core.set_attn_implementation(own_attention)
+
+    name = type(core).__name__.removeprefix("FSDP")
     is_supported = False
-    problem = ""
+    problem = ""  # why completions cannot share their prompt
     try:
         with torch.no_grad(), eval_mode(core):
             check_padded(core)
@@ -666,6 +746,7 @@ def enable_shared_prompts(model) -> bool:
         problem = one_line(error)
         if not is_supported:
             raise BadInput(f"{name} is not supported: {problem}") from error
+
     print(f"{name}: " + (f"padded rows: {problem}" if problem else "completions share their prompt"))
     PROBED.add(core)
     return not problem
@@ -683,6 +764,7 @@ def switch_attention(core):
     layers = set(getattr(core.config.get_text_config(), "layer_types", None) or ())
     if core._is_stateful or not layers <= {"full_attention", "sliding_attention"}:
         raise CannotShare("recurrent, convolutional or chunked layers would mix completions")
+
     core.set_attn_implementation(SHARED)  # stays on: gradient checkpointing reruns it in the backward pass
     shared, dtype = probe(core, lay_out_shared)
     blind, _ = probe(core, partial(lay_out_shared, blind=True))
@@ -695,33 +777,53 @@ def has_shared_prompts(model) -> bool:
     return unwrap_model(model).config._attn_implementation == SHARED
 
 
-def memory_share(model, tokens_per_forward: int) -> float:
-    """Prints the GPU memory of a step, from that of one forward. Returns it as a share of the GPU's."""
+class StepMemory(NamedTuple):
+    """What a training step needs of the GPU's memory, in bytes."""
+    weights: float
+    optimizer: float  # the gradient and Adam's two moments of each weight that trains
+    activations: float  # what a forward keeps for its backward
+    checkpointed: float  # the same, with gradient checkpointing
+    gpu: float  # the whole GPU
+
+    @property
+    def share(self) -> float:
+        return (self.weights + self.optimizer + self.activations) / self.gpu
+
+    def __str__(self):
+        weights, optimizer, activations, checkpointed, gpu = (f"{size / 1e9:.1f}" for size in self)
+        return (f"weights {weights} + gradients, Adam {optimizer} + activations {activations} GB "
+                f"({checkpointed} checkpointed) of {gpu} on the GPU")
+
+
+def step_memory(model, tokens_per_forward: int) -> StepMemory:
+    """Measures one forward of 64 tokens on the GPU, from which the memory of a step follows."""
     weights = torch.cuda.memory_allocated()
     logprobs = completion_logprobs(model, [((1,) * 64, [(1,)])])  # noqa: F841  keeps what a backward pass needs
     activations = (torch.cuda.memory_allocated() - weights) / 64 * tokens_per_forward
     trained = sum(local(weight).nbytes for weight in model.parameters() if weight.requires_grad)
+
+    # Checkpointing keeps the inputs of all layers, in bfloat16, and what one layer at a time keeps.
     config = unwrap_model(model).config.get_text_config()
     layers = config.num_hidden_layers
-    kept = activations / layers + 2 * layers * config.hidden_size * tokens_per_forward  # checkpointed, bf16
-    *parts, kept, size = (n / 1e9 for n in (weights, 3 * trained, activations, kept, torch.cuda.mem_get_info()[1]))
-    print("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB".format(*parts),
-          f"({kept:.1f} checkpointed) of {size:.1f} on the GPU")
-    return sum(parts) / size
+    checkpointed = activations / layers + 2 * layers * config.hidden_size * tokens_per_forward
+    return StepMemory(weights, 3 * trained, activations, checkpointed, torch.cuda.mem_get_info()[1])
 
 
 def probe(core, lay_out: Callable, cut=False) -> tuple[float, torch.dtype]:
-    """Largest difference, in nats, from log-probs of one forward per sequence, and the dtype of forwards. With `cut` a
-    sequence ends earlier, which must change nothing."""
+    """The largest difference, in nats, from log-probs of one forward per sequence, and the dtype of the forwards. With
+    `cut` that sequence ends earlier, which must change nothing."""
     ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 96).long().tolist()
     prompt, first, second = tuple(ids[::3]), tuple(ids[1::3]), tuple(ids[2::3][:5])  # 32, 32 and 5 tokens
-    errors = []
     (logprobs,) = forward(core, [(prompt, [first, second])], lay_out)
-    for y, y_logprobs in zip((first, second), logprobs):
-        y = y[:len(y) // 2] if cut else y
-        logits = core(input_ids=torch.tensor([prompt + y], device=core.device), use_cache=False).logits
-        all_logprobs = logits[0, len(prompt) - 1:-1].float().log_softmax(-1)  # (|y|, V)
-        errors.append((y_logprobs[:len(y)] - all_logprobs[range(len(y)), y]).abs().max())
+
+    errors = []
+    for completion, found in zip((first, second), logprobs):
+        if cut:
+            completion = completion[:len(completion) // 2]
+        n = len(completion)
+        logits = core(input_ids=torch.tensor([prompt + completion], device=core.device), use_cache=False).logits
+        all_logprobs = logits[0, len(prompt) - 1:-1].float().log_softmax(-1)  # (n, V)
+        errors.append((found[:n] - all_logprobs[range(n), completion]).abs().max())
     return torch.stack(errors).max().item(), logits.dtype
 
 
@@ -736,16 +838,22 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
         raise CannotShare(f"{type(module).__name__} masks more than the future")
     if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise CannotShare(f"{type(module).__name__} has softcapped scores, attention sinks or a position bias")
+
+    # Each span gets the keys of its prompt and its own, side by side.
     keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k = spans
     if keys is not None:
-        key, value = (x.index_select(2, keys) for x in (key, value))  # (1, key heads, T_k, D)
+        key, value = key.index_select(2, keys), value.index_select(2, keys)  # (1, key heads, T_k, D)
+
     if one_kernel_serves(query, value) and not kwargs.get("dropout"):
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+        query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, D)
         window = (sliding_window - 1 if sliding_window else -1, 0)  # how far a query sees back, and ahead
-        return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max(sizes_q), max(sizes_k), window_size=window,
-                           scale=kwargs.get("scaling"), enable_gqa=True)[None], None
+        output = varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max(sizes_q), max(sizes_k), window_size=window,
+                             scale=kwargs.get("scaling"), enable_gqa=True)
+        return output[None], None
+
+    # On a CPU, and in float32, one ordinary attention for each span is as fast.
     outputs = []
-    for q, k, v in zip(query.split(sizes_q, 2), key.split(sizes_k, 2), value.split(sizes_k, 2)):
+    for q, k, v in zip(query.split(sizes_q, dim=2), key.split(sizes_k, dim=2), value.split(sizes_k, dim=2)):
         n_q, reach = q.shape[2], sliding_window or k.shape[2]
         k, v = (x[:, :, 1 - n_q - reach:] for x in (k, v))  # without keys that no query reaches
         n_before = k.shape[2] - n_q  # keys before the first query
@@ -757,8 +865,8 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
 
 
 def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
-    """transformers' mask, but the ones of lay_out_shared (stride 0) are not searched for zeros, which would wait for
-    the GPU, and windows make no (T, T) mask."""
+    """transformers' mask, with two exceptions: the ones of lay_out_shared (their stride is 0) are not searched for
+    zeros, which would wait for the GPU, and windows make no (T, T) mask."""
     ones = attention_mask is not None and attention_mask.stride(-1) == 0
     if ones and local_size:
         return attention_mask[:, None, None]  # (1, 1, 1, T): a layer that is not told its window is refused
@@ -766,10 +874,12 @@ def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
 
 
 def one_kernel_serves(query, value) -> bool:
-    """Whether one varlen_attn call can serve all spans: a loop is bound by kernel launches on CUDA."""
-    size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
-    return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
-            and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
+    """Whether one varlen_attn call can serve all spans. On CUDA a loop over them is bound by kernel launches."""
+    size = query.shape[-1]
+    fits = size == value.shape[-1] and size <= 256 and size % 8 == 0
+    if not (query.is_cuda and fits and query.dtype in (torch.bfloat16, torch.float16)):
+        return False
+    return torch.cuda.get_device_capability(query.device) >= (8, 0)  # Ampere or newer
 
 
 AttentionInterface.register(SHARED, shared_prompt_attention)
@@ -777,7 +887,7 @@ AttentionMaskInterface.register(SHARED, shared_prompt_mask)
 
 
 def to_device(values, device) -> torch.Tensor:
-    """Copies a list, an array or a CPU tensor, to a GPU without waiting for its kernels."""
+    """Copies a list, an array or a CPU tensor to a device, without waiting for the kernels of a GPU."""
     tensor = torch.as_tensor(values)
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
@@ -785,43 +895,58 @@ def to_device(values, device) -> torch.Tensor:
 
 
 def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """Groups -> the inputs of one flat row, and per completion token (N,) the place in the row that predicts it, and
-    its id. `blind` leaves the spans out, so attention treats the row as one sequence. Only the probe uses it."""
+    """Groups -> the inputs of one flat row; and for each completion token, (N,) each, the place in the row that
+    predicts it, and its id."""
     ids, targets = [], []
     positions, sources, keys = [], [], []  # arrays, joined below
     query_ends, key_ends = [0], [0]
     for prompt, completions in groups:
-        before = np.arange(len(ids), len(ids) + len(prompt))
+        before = np.arange(len(ids), len(ids) + len(prompt))  # places of the prompt
         ids += prompt
         positions.append(np.arange(len(prompt)))
-        for y in completions:
-            own = np.arange(len(ids), len(ids) + len(y))
-            ids += y
-            targets += y
-            positions.append(np.arange(len(prompt), len(prompt) + len(y)))
+
+        for completion in completions:
+            end = len(prompt) + len(completion)
+            own = np.arange(len(ids), len(ids) + len(completion))
+            ids += completion
+            positions.append(np.arange(len(prompt), end))  # each completion follows its prompt
             sources += [before[-1:], own[:-1]]  # the shift by one: the token before predicts it
+            targets += completion
+
             keys += [before, own]
             query_ends.append(len(ids))  # the first completion simply continues its prompt
-            key_ends.append(key_ends[-1] + len(prompt) + len(y))
-    sizes_q, sizes_k = np.diff(query_ends).tolist(), np.diff(key_ends).tolist()  # on the CPU: no GPU sync
+            key_ends.append(key_ends[-1] + end)
+
+    # Sizes are computed before the copy to a GPU, because reading them there would wait for it.
+    sizes_q, sizes_k = np.diff(query_ends).tolist(), np.diff(key_ends).tolist()
     cu_seq_q, cu_seq_k = to_device(np.array([query_ends, key_ends], np.int32), device)  # (spans + 1,)
+    keys = to_device(np.concatenate(keys), device) if len(ids) < key_ends[-1] else None  # (T_k,); None: the row itself
     ids, positions = to_device(np.stack([ids, np.concatenate(positions)]), device)  # (T,)
     sources, targets = to_device(np.stack([np.concatenate(sources), targets]), device)  # (N,)
-    keys = to_device(np.concatenate(keys), device) if len(ids) < key_ends[-1] else None  # (T_k,)
-    # without a mask of ones, transformers treats restarting positions as packed sequences and masks the prompts
+
+    # Without a mask of ones, transformers treats restarting positions as packed sequences and masks the prompts.
     ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(ids))
+
+    # A layer that ignores `spans` treats the row as one sequence. The probe must be able to see that, so it also
+    # measures a row `blind`, without spans: if that makes no clear difference for this model, an exact result would
+    # be no evidence that spans arrive.
     spans = None if blind else (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)
     return dict(input_ids=ids[None], position_ids=positions[None], attention_mask=ones, spans=spans), sources, targets
 
 
 def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """The same as a right-padded batch, a row per completion: exact for every causal model."""
-    rows = [(prompt, y) for prompt, completions in groups for y in completions]
-    ids = to_device(pad_sequence([torch.tensor(prompt + y) for prompt, y in rows], True, -1), device)
+    """The same as a right-padded batch with a row for each completion, which is exact for every causal model."""
+    rows = []
+    for prompt, completions in groups:
+        rows += [(prompt, completion) for completion in completions]
+    ids = pad_sequence([torch.tensor(prompt + completion) for prompt, completion in rows], batch_first=True,
+                       padding_value=-1)
+    ids = to_device(ids, device)
+
     sources, targets = [], []
-    for row, (prompt, y) in enumerate(rows):
+    for row, (prompt, completion) in enumerate(rows):
         first = row * ids.shape[1] + len(prompt) - 1  # the shift by one: the token before predicts it
-        sources += range(first, first + len(y))
-        targets += y
+        sources += range(first, first + len(completion))
+        targets += completion
     sources, targets = to_device([sources, targets], device)
     return dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long()), sources, targets

@@ -166,7 +166,7 @@ def test_two_bfloat16_processes_give_the_run_of_one():
 
 
 def every_token_of_the_first(*_):
-    return range(len(TOKENIZER) // (1 + refcache.processes()[0]))
+    return range(len(TOKENIZER) // (1 + refcache.process_rank()))
 
 
 def test_process_without_samples_goes_on():
@@ -182,14 +182,14 @@ def test_process_without_samples_goes_on():
 def logps_and_gradients(name):
     """Of the sum of squares of all log-probs. Each process does its share."""
     model = make(name)
-    if refcache.processes()[1] > 1:
+    if refcache.process_count() > 1:
         refcache.shard(model, "cpu")
     model.requires_grad_(True)
     found = {}
-    for indices, counts in micro_batches(model, GROUPS, 12):
+    for indices, is_real in micro_batches(model, GROUPS, 12):
         logps = completion_logprobs(model, [GROUPS[i] for i in indices])
-        (sum((y ** 2).sum() for ys in logps for y in ys) * counts).backward()
-        found |= {i: [y.detach() for y in ys] for i, ys in zip(indices, logps) if counts}
+        (sum((y ** 2).sum() for ys in logps for y in ys) * is_real).backward()
+        found |= {i: [y.detach() for y in ys] for i, ys in zip(indices, logps) if is_real}
     found = {i: ys for part in refcache.all_gather(found) for i, ys in part.items()}
     gradients = [refcache.full_tensor(p.grad).flatten() for p in model.parameters() if p.grad is not None]
     return flat([found[i] for i in sorted(found)]), torch.cat(gradients)
@@ -212,9 +212,10 @@ def test_micro_batches_of_processes_are_equal(monkeypatch):
             groups = [((1,) * n, [(2,) * int(rng.integers(1, 60))]) for n in rng.integers(1, 200, rows)]
             shares = []
             for rank in range(ranks):
-                monkeypatch.setattr(refcache, "processes", lambda: (rank, ranks))
+                monkeypatch.setattr(refcache, "process_rank", lambda: rank)
+                monkeypatch.setattr(refcache, "process_count", lambda: ranks)
                 shares.append(micro_batches(model, groups, 600))
-            batches = [indices for share in shares for indices, counts in share if counts]
+            batches = [indices for share in shares for indices, is_real in share if is_real]
             assert len({len(share) for share in shares}) == 1
             assert all(indices for share in shares for indices, _ in share), "FSDP needs equally many forwards"
             assert sorted(i for batch in batches for i in batch) == list(range(rows))
@@ -263,7 +264,7 @@ def test_runs_resume_with_any_number_of_processes(name, processes):
 @refcache.process_group()
 def fill(path):
     cache = ReferenceCache()
-    prompt, completions = GROUPS[refcache.processes()[0]]
+    prompt, completions = GROUPS[refcache.process_rank()]
     y = completions[0]  # equally many
     cache.table[refcache.bytes_of(prompt)] = {refcache.bytes_of(y): bytes(4 * len(y))}
     cache.fill(lambda: make("llama"), GROUPS, path=path)
