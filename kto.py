@@ -8,19 +8,27 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     python kto.py  # the demo
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl
 
-z estimates KL(π || π_ref), without gradient. y' answers another prompt. The paper draws it in each batch; here each row
-keeps one, whose reference log-probs can be cached.
+z estimates KL(π || π_ref), without gradient. y' answers another prompt. The paper draws it in each batch; here each
+row keeps one, whose reference log-probs can be cached. docs/recipes.md has starting values for lr and β.
 
-Data      rows `prompt, completion, label` (true, false, 1, 0), or pairs `prompt, chosen, rejected`, which give a
-          row of each kind; strings or chat messages:
-          {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{..}], "label": true}
-Shapes    B rows in a batch; (B,) per row.
-Metrics   loss | kl: z | rewards/chosen, rewards/rejected: β ρ of (un)desirable rows | rewards/margins: their
-          difference | rewards/accuracies: fraction where ρ has the sign of its label, ties 1/2 | logps/*: log π(y|x) |
-          logratio: |ρ| per token | nll/chosen: −log π(y|x) per token | grad_norm: before clipping | learning_rate |
-          seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of held-out rows | eval_score: mean of --score
+Data: rows `prompt, completion, label` (true, false, 1, 0), or pairs `prompt, chosen, rejected`, which give a row of
+each kind; strings or chat messages:
+
+    {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{..}], "label": true}
+
+Shapes: B rows in a batch; (B,) is one value per row.
+
+Metrics: loss | kl: z | rewards/chosen, rewards/rejected: β ρ of (un)desirable rows | rewards/margins: their
+difference | rewards/accuracies: fraction of rows where ρ has the sign of its label, ties count 1/2 |
+logps/*: log π(y|x) | logratio: |ρ| per token | nll/chosen: −log π(y|x) per token of desirable rows |
+grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak |
+eval_*: of held-out rows | eval_score: mean of --score | samples/distinct: how many of the sampled answers differ.
+
+Not here: tensor or pipeline parallelism, images, sequences that are truncated instead of dropped.
 """
+import asyncio
 import csv
+import gzip
 import hashlib
 import json
 import math
@@ -32,12 +40,15 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
-from typing import Callable, Iterator, Literal, NamedTuple
+from typing import Callable, Literal, NamedTuple, get_args, get_origin
 
 import numpy as np
 import torch
@@ -48,14 +59,40 @@ from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from refcache import (
-    BadInput, ReferenceCache, Swap, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, enable_shared_prompts, full_tensor, log_ratios, memory_share, micro_batches,
-    process_group, processes, progress_bar, reference_logprobs, shard, sum_tokens, to_device, unsharded, unwrap_model,
-    write_whole)
+    BadInput,
+    ReferenceCache,
+    Swap,
+    all_gather,
+    all_reduce,
+    barrier,
+    check_agreement,
+    checkpoint_digest,
+    checkpoint_folder,
+    completion_logprobs,
+    context_length,
+    count_tokens,
+    enable_shared_prompts,
+    full_tensor,
+    is_first_process,
+    log_ratios,
+    micro_batches,
+    process_count,
+    process_group,
+    progress_bar,
+    reference_logprobs,
+    shard,
+    step_memory,
+    sum_tokens,
+    to_device,
+    unsharded,
+    unwrap_model,
+    write_whole,
+)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -66,59 +103,70 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
-MAY_CHANGE = ("out ref_cache save_every eval_every samples tokens_per_forward rollout_tokens "
-              "gradient_checkpointing").split()  # when a run is resumed
+# What may differ when a run is resumed. Of models and data the content is compared, not the path.
+MAY_CHANGE = ("model ref_model data eval_data out ref_cache tokens_per_forward gradient_checkpointing save_every "
+              "save_dtype eval_every samples wandb code").split()
+SMALLEST = dict(steps=-1, lr=0, warmup=0, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1)  # values of flags
 
 
 @dataclass
 class Args:
     model: str | None = None  # checkpoint folder or hub name; None: the demo
-    data: str | None = None  # rows: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
-    eval_data: str | None = None  # held-out rows; None: split off data
-    eval_size: int = 128  # prompts split off data, at most a tenth
-    as_chat: bool = False  # strings become messages of a user and an assistant
-    chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
+    data: str | None = None  # rows: .jsonl[.gz] .json .csv .parquet, or hub data NAME[:CONFIG][:SPLIT]
+    eval_data: str | None = None  # held-out rows; None: they are split off --data
+    eval_size: int = 128  # number of prompts that are split off --data, at most a tenth of them
+    chat_template_kwargs: str = "{}"  # JSON for the chat template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
-    out: str = f"out/{Path(__file__).stem}"  # folder of the run
+    out: str | None = None  # folder of the run; None: out/dpo, or out/dpo-2 if that is finished
 
-    ref: Literal["cache", "swap", "live"] = "cache"  # see README
-    ref_model: str | None = None  # None: the policy before training
-    ref_cache: str | None = None  # file of reference log-probs, shared by runs; None: in --out
-    sync_reference: int | None = None  # steps between copies of the policy into the reference
-    sync_mix: float = 1.0  # weight of the policy in each copy
-    humanline: tuple[float, float] | None = None  # clamps token log-ratios (-1 1.5), syncs every step
+    ref: Literal["cache", "swap", "live"] = "cache"  # where π_ref is kept, see README
+    ref_model: str | None = None  # the reference; None: the policy before training
+    ref_cache: str | None = None  # file of reference log-probs, which runs can share; None: a file in --out
+    sync_reference: int | None = None  # number of steps between copies of the policy into the reference
+    sync_mix: float = 1.0  # weight of the policy in each such copy
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
-    lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or names of layers: q_proj,v_proj
+    lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: alpha = 2 r
+    lora_target: str = "all-linear"  # layers with an adapter: all-linear, or names such as q_proj,v_proj
 
-    loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired: no z
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired has no z
     beta: float = 0.1  # strength of the KL penalty
-    desirable_weight: float = 1.0  # λ_D
-    undesirable_weight: float = 1.0  # λ_U
+    desirable_weight: float = 1.0  # λ_D, the weight of desirable rows
+    undesirable_weight: float = 1.0  # λ_U, the weight of undesirable rows
 
     epochs: float = 1.0  # passes over the data
-    steps: int | None = None  # optimizer steps; None, -1: from epochs; 0: only fill the cache
+    steps: int | None = None  # optimizer steps; None or -1: as many as --epochs needs; 0: only fill the cache
     batch_size: int = 32  # rows per optimizer step
-    lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
-    schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    warmup: float = 0.1  # steps in which lr rises, or their fraction if below 1
+    lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4; see docs/recipes.md
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
+    warmup: float = 0.1  # steps in which the learning rate rises; below 1: their fraction of all steps
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0  # 0: no clipping
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm; 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
-    tokens_per_forward: int = 16384  # memory and speed only, never the result
-    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on a GPU
+    tokens_per_forward: int = 16384  # limits memory; never changes the result
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # memory for time; auto: on if the GPU is too small
 
-    save_every: int = 50  # steps between checkpoints; 0: none
-    eval_every: int | None = None  # steps between evaluations; None: before and after only
+    save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
+    save_dtype: Literal["auto", "float32"] = "auto"  # of the saved model; auto: as in forward passes
+    eval_every: int | None = None  # steps between evaluations; None: only before and after training
     samples: int = 64  # held-out prompts to answer in each evaluation
-    max_new_tokens: int = 128  # per such answer
-    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> floats, of these answers
+    max_new_tokens: int = 128  # tokens per such answer
+    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> a number for each such answer
+    wandb: bool = False  # log to Weights & Biases, in the project of $WANDB_PROJECT
 
 
 # ---- The loss --------------------------------------------------------
+
+class Row(NamedTuple):
+    prompt: tuple[int, ...]  # token ids
+    completion: tuple[int, ...]
+    is_desirable: bool
+    other: tuple[int, ...]  # y'; () if the loss needs none
+    whole_prompt: tuple[int, ...]  # ids of the prompt alone: an answer may share its last token
+    columns: dict  # the row of the file, for --score
+
 
 class Batch(NamedTuple):
     """B rows, (B,) each. logp and ratio are sums over the tokens of an answer."""
@@ -139,14 +187,14 @@ def feedback_loss(batch: Batch, z: torch.Tensor, args: Args) -> torch.Tensor:
             return weight * (1 - torch.sigmoid(args.beta * sign * batch.ratio))
 
 
-def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """The loss and other values of every row, (B,), and a mask (B,) of the rows that count."""
+def metrics(batch: Batch, args: Args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What is logged beside the loss, for every row, (B,), and a mask (B,) of the rows that count."""
     desirable = batch.is_desirable
     everything = torch.ones_like(desirable)
     is_tie = batch.ratio.abs() < 1e-4  # up to rounding
     is_right = (batch.ratio > 0) == desirable
+
     return {
-        "loss": (feedback_loss(batch, z, args), everything),
         "rewards/accuracies": (torch.where(is_tie, 0.5, is_right.float()), everything),
         "logratio": ((batch.ratio / batch.length).abs(), everything),
         "nll/chosen": (-batch.logp / batch.length, desirable),
@@ -159,14 +207,6 @@ def metrics(batch: Batch, z: torch.Tensor, args: Args) -> dict[str, tuple[torch.
 
 # ---- A batch ---------------------------------------------------------
 
-class Row(NamedTuple):
-    prompt: tuple[int, ...]  # token ids
-    completion: tuple[int, ...]
-    is_desirable: bool
-    other: tuple[int, ...]  # y'; () if the loss needs none
-    columns: dict  # of the file, for --score
-
-
 def groups(rows: list[Row]) -> list:
     """The rows as refcache takes them: [(prompt, [completion]), ..]"""
     return [(row.prompt, [row.completion]) for row in rows]
@@ -177,10 +217,11 @@ def with_others(rows: list[Row]) -> list[Row]:
     return [row._replace(completion=row.other) for row in rows if row.other]
 
 
-def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
-    """The Batch of these rows. ref_logps[prompt, answer]: token log-probs."""
+def measure(policy, rows: list[Row], ref_logps) -> Batch:
+    """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs."""
     logps = completion_logprobs(policy, groups(rows))
-    ratios = log_ratios(logps, groups(rows), ref_logps, args.humanline)  # both: per row [(|y|,)]
+    ratios = log_ratios(logps, groups(rows), ref_logps)  # both: per row [(|y|,)]
+
     return Batch(
         logp=sum_tokens(logps).squeeze(1),
         ratio=sum_tokens(ratios).squeeze(1),
@@ -194,9 +235,9 @@ def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
     """z of equation 7, a scalar: the mean over the whole batch, clamped."""
     others = with_others(rows)
     total = torch.zeros((), device=policy.device)
-    for indices, counts in micro_batches(policy, groups(others), args.tokens_per_forward):
-        batch = measure(policy, [others[i] for i in indices], ref_logps, args)
-        total += batch.ratio.sum() * counts
+    for indices, is_real in micro_batches(policy, groups(others), args.tokens_per_forward):
+        batch = measure(policy, [others[i] for i in indices], ref_logps)
+        total += batch.ratio.sum() * is_real
     mean = all_reduce(total) / max(1, len(others))
     return mean.clamp(min=0)
 
@@ -205,16 +246,20 @@ def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> di
     """Mean metrics of a batch, in micro-batches that the processes divide. With `train`, adds the loss's gradient."""
     z = estimate_kl(policy, rows, ref_logps, args)
     sums, numbers = Counter(), Counter()
-    for indices, counts in micro_batches(policy, groups(rows), args.tokens_per_forward):
+    for indices, is_real in micro_batches(policy, groups(rows), args.tokens_per_forward):
         micro = [rows[i] for i in indices]
         with torch.set_grad_enabled(train):
-            values = metrics(measure(policy, micro, ref_logps, args), z, args)
-            loss = values["loss"][0].sum() / len(rows) * counts
+            batch = measure(policy, micro, ref_logps)
+            losses = feedback_loss(batch, z, args)
+            loss = losses.sum() / len(rows) * is_real  # an empty micro-batch counts 0 times, see micro_batches
         if train:
             loss.backward()
+
+        values = {"loss": (losses, torch.ones_like(batch.is_desirable))} | metrics(batch, args)
         for name, (value, mask) in values.items():
-            sums[name] += (value.detach() * mask).sum() * counts
-            numbers[name] += mask.sum() * counts
+            sums[name] += (value.detach() * mask).sum() * is_real
+            numbers[name] += mask.sum() * is_real
+
     totals = all_reduce(torch.stack([*sums.values(), *numbers.values()])).view(2, -1)
     means = {name: total / number for name, total, number in zip(sums, *totals.tolist()) if number}
     if "rewards/chosen" in means and "rewards/rejected" in means:
@@ -233,84 +278,83 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 
 # ---- Training --------------------------------------------------------
 
-@process_group()
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    args = resolve(args)
-    out = Path(args.out)
-    lock = lock_folder(out)
+    with process_group():
+        args = resolve(args)
+        out = Path(args.out)
+        with lock_folder(out):
+            return train(args, out)
 
+
+def train(args: Args, out: Path) -> list[dict]:
+    """The run: rows, the reference's log-probs, the policy, the loop."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
-    print(f"{len(train_rows)} rows to train on, {len(eval_rows)} held out. The first, | before each trained token:")
+    print("The first row, | before each trained token:")
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].completion), sep="|")
+    print_balance(train_rows, args)
     if args.loss == "kto":
         eval_rows = draw_others(eval_rows, train_rows, args)
         train_rows = draw_others(train_rows, train_rows, args)
-    print_balance(train_rows, args)
+
     batch_size = min(args.batch_size, len(train_rows))
-    steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps in (None, -1) else args.steps
-    if args.score:
-        load_function(args.score)  # fails early
-    run = describe_run(train_rows, eval_rows, [args.score], args)
+    steps = args.steps
+    if steps in (None, -1):
+        steps = math.ceil(args.epochs * len(train_rows) / batch_size)
+    score = load_function(args.score) if args.score else None
+    run = describe_run(train_rows, eval_rows, args)
 
     # The reference comes first, so that memory never holds both models.
     if args.ref == "cache":
-        reference = ReferenceCache(name=args.ref_model, reference=run["weights"][args.ref_model], dtype=args.dtype)
+        reference = ReferenceCache(name=args.ref_model, reference=run["ref_model's weights"], dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
         rows = train_rows
         if 0 < steps * batch_size < len(train_rows):  # the run needs fewer
             rows = batch_rows(1, train_rows, batch_size, args.seed, n_steps=steps)
         rows = rows + eval_rows + with_others(rows + eval_rows)
-        scored = reference.fill(lambda: load_model(args.ref_model, device, args), groups(rows),
-                                args.tokens_per_forward, path)  # frees the reference model
-        print(f"reference: {scored} completions scored, all are in {path}")
+        reference.fill(lambda: load_model(args.ref_model, device, args), groups(rows),
+                       args.tokens_per_forward, path)  # frees the reference model
     if steps < 1:
         return []
+
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
     if args.ref in ("swap", "live"):
         reference = load_reference(policy, device, args)
+
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
-    others = {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0}  # norms and biases
-    optimizer = torch.optim.AdamW([decaying, others], lr=0.0, fused=True)  # lr is set in the loop
+    matrices = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
+    vectors = {"params": [weight for weight in weights if weight.dim() <= 1]}  # norms and biases do not decay
+    optimizer = torch.optim.AdamW([matrices, vectors], lr=0.0, weight_decay=0.0, fused=True)  # the loop sets lr
+
     state = {"training": init_training_state(policy, optimizer)}  # what a checkpoint holds
-    if args.sync_reference or args.humanline:
+    if args.sync_reference:
         state["reference"] = reference
     last_step = restore_checkpoint(out, run, state)
     if last_step == 0:
         values = {"step": 0}
-        values |= write_samples(policy, tokenizer, eval_rows, 0, out, args)
+        values |= write_samples(policy, tokenizer, eval_rows, score, 0, out, args)
         values |= evaluate(policy, eval_rows, reference, args)
-        append(out / "metrics.jsonl", [values])
+        log_metrics(out, values, args)
 
-    window = 1 if args.humanline else args.sync_reference or 16  # steps per swap of the reference
-    ref_logps = reference  # a cache has the log-probs of all steps
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # the same in a resumed run
+        torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
-        first = step - (step - 1) % window
-        if args.ref in ("swap", "live") and step in (first, last_step + 1):  # a resumed run scores its whole window
-            n_steps = min(window, steps + 1 - first)
-            rows_ahead = batch_rows(first, train_rows, batch_size, args.seed, n_steps)
-            rows_ahead += with_others(rows_ahead)
-            ref_logps = reference_logprobs(reference, groups(rows_ahead), args.tokens_per_forward)
-        values = {"step": step}
-        values |= run_batch(policy, rows, ref_logps, args, train=True)  # loss.backward() is in it
+        ref_logps = reference_logprobs(reference, groups(rows + with_others(rows)), args.tokens_per_forward)
+        values = {"step": step} | run_batch(policy, rows, ref_logps, args, train=True)  # loss.backward() is in it
         if step == 1 and args.ref_model == args.model:
             check_agreement(values["logratio"], args.dtype)
 
-        if args.humanline:
-            reference.sync()  # before the update, as HALOs does
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
         values["grad_norm"] = full_tensor(grad_norm).item()
         values["learning_rate"] = learning_rate(step, steps, args)
         if not math.isfinite(values["loss"] + values["grad_norm"]):
-            raise BadInput(f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: lower --lr")
+            raise BadInput(f"step {step}: loss or gradient is not finite: lower --lr")
+
         for group in optimizer.param_groups:
             group["lr"] = values["learning_rate"]
         optimizer.step()
@@ -322,65 +366,92 @@ def main(args: Args) -> list[dict]:
         values["tokens_per_second"] = count_tokens(groups(rows)) / values["seconds"]
         if device == "cuda":
             values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak
+
         if step == steps or (args.eval_every and step % args.eval_every == 0):
-            values |= write_samples(policy, tokenizer, eval_rows, step, out, args)
+            values |= write_samples(policy, tokenizer, eval_rows, score, step, out, args)
             values |= evaluate(policy, eval_rows, reference, args)
-        append(out / "metrics.jsonl", [values])
+        log_metrics(out, values, args)
+
         if args.save_every and (step == steps or step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
-    save_model(policy, tokenizer, out / "model")
-    lock.release()
-    history = report(out)
-    before, after = (history[i].get("eval_nll/chosen", 0.0) for i in (0, -1))
+    save_model(policy, tokenizer, out / "model", args)
+    remove_checkpoints(out)  # the run is finished
+    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    before, after = (values.get("eval_nll/chosen", 0.0) for values in (history[0], history[-1]))
     if after > before + 1:
-        print(f"Chosen answers are less likely, {before:.1f} → {after:.1f} nats per token: lower --lr, raise --beta")
-    print(f"see {out}/model and {out}/samples.jsonl; for curves: python benchmarks/plot.py {out}")
+        print("Chosen answers are less likely than before: lower --lr, or raise --beta")
+    print(f"see {out}/model and {out}/samples.jsonl")
     return history
 
 
-# ---- Answers to held-out prompts: the same in dpo.py and kto.py ------
+# ---- Flags -----------------------------------------------------------
 
-def write_samples(policy, tokenizer, rows: list, step: int, out: Path, args) -> dict[str, float]:
-    """Answers held-out prompts into samples.jsonl. Returns the mean of --score."""
+def resolve(args: Args) -> Args:
+    """Checks the flags, and fills in those that depend on others."""
+    return complete_flags(args)
+
+
+# ---- Answers and results: the same in dpo.py and kto.py --------------
+
+def write_samples(policy, tokenizer, rows: list, score, step: int, out: Path, args) -> dict[str, float]:
+    """Answers held-out prompts into samples.jsonl, and prints three answers beside those before training. Returns the
+    mean of --score, and how many answers differ."""
     longest = context_length(policy.config) - args.max_new_tokens
-    rows = list({row.prompt: row for row in rows if len(row.prompt) <= longest}.values())[:args.samples]  # one each
+    one_per_prompt = {row.whole_prompt: row for row in rows if len(row.prompt) <= longest}
+    rows = list(one_per_prompt.values())[:args.samples]
     if not rows:
         return {}
+
     answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines = [dict(step=step, prompt=tokenizer.decode(row.prompt), completion=text) for row, text in zip(rows, texts)]
-    means = {}
-    if args.score:
-        columns = {name: [row.columns.get(name) for row in rows] for row in rows for name in row.columns}
+    values = {"samples/distinct": len(set(texts))}
+    prompts = [tokenizer.decode(row.prompt) for row in rows]
+    lines = [dict(step=step, prompt=prompt, completion=text) for prompt, text in zip(prompts, texts)]
+
+    if score:
+        columns = {name: [row.columns.get(name) for row in rows] for name in rows[0].columns}
         prompts = columns.pop("prompt")
         if isinstance(prompts[0], list):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
-        scores = load_function(args.score)(prompts=prompts, completions=texts, **columns)
-        if len(scores) != len(rows):
-            raise BadInput(f"{args.score} gave {len(scores)} scores, not {len(rows)}")
-        lines = [line | {"score": score} for line, score in zip(lines, scores)]
-        means["eval_score"] = float(np.nanmean(np.array(scores, float)))  # without None
+        scores = call_function(args.score, score, len(rows), prompts=prompts, completions=texts, **columns)
+        values["eval_score"] = float(np.nanmean(scores))
+        for line, value in zip(lines, scores):
+            line["score"] = None if math.isnan(value) else value
     append(out / "samples.jsonl", lines)
-    return means
+
+    if step and is_first_process():
+        tqdm.write("Held-out prompts, each with its answer before and now:")
+        with open(out / "samples.jsonl") as file:
+            for now, before in zip(lines[:3], map(json.loads, file)):
+                for text in (now["prompt"], before["completion"], now["completion"]):
+                    tqdm.write(repr(text)[:shutil.get_terminal_size().columns])
+    return values
 
 
 @torch.no_grad()
 def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
-    """Token ids of one sample for each prompt, at temperature 1, without EOS."""
+    """Token ids of one sample for each prompt, at temperature 1, without its end token."""
     core = unwrap_model(policy)
     stops = stop_tokens(core, tokenizer)
-    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(policy.device)
+    rows = [torch.tensor(prompt) for prompt in prompts]
+    ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(policy.device)
+
     own_config = core.generation_config
     core.generation_config = GenerationConfig()  # generate() would take its repetition_penalty, min_p, ..
-    try:
-        with unsharded(policy):
-            rows = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
-                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0)
-    finally:
-        core.generation_config = own_config
-    return [tuple(takewhile(lambda token: token not in stops, row)) for row in rows[:, ids.shape[1]:].tolist()]
+    with unsharded(policy):
+        sampled = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
+                                max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0)
+    core.generation_config = own_config
+    return [tuple(takewhile(lambda token: token not in stops, row)) for row in sampled[:, ids.shape[1]:].tolist()]
+
+
+def describe_run(train_rows: list, eval_rows: list, args) -> dict:
+    """What a resumed run must have in common with its checkpoint. `code` may change, which is told."""
+    run = vars(args) | {"rows": digest_of(train_rows), "held-out rows": digest_of(eval_rows)}
+    run |= describe_files({"model": args.model, "ref_model": args.ref_model}, [args.score] if args.score else [])
+    return json.loads(json.dumps(run))  # tuples become lists
 
 
 # ---- Rows of the data ------------------------------------------------
@@ -392,22 +463,22 @@ LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     """A pair gives two rows, any other row one."""
     rows = []
-    for _, sequences, begins, columns in encode(tokenizer, source, answers_of, args):
+    for prompt, sequences, begins, columns in encode(tokenizer, source, answers_of, args):
         labels = [True, False] if len(sequences) == 2 else [is_desirable(columns)]
         for ids, begin, label in zip(sequences, begins, labels):
-            rows.append(Row(ids[:begin], ids[begin:], label, (), columns if args.score else {}))
+            rows.append(Row(prompt[:begin], ids[begin:], label, (), prompt, columns if args.score else {}))
     return rows
 
 
-def answers_of(row: dict) -> list:
-    if "chosen" in row:
-        return [row["chosen"], row["rejected"]]
-    is_desirable(row)  # or raises
-    return [row["completion"]]
+def answers_of(columns: dict) -> list:
+    if "chosen" in columns:
+        return [columns["chosen"], columns["rejected"]]
+    is_desirable(columns)  # or raises
+    return [columns["completion"]]
 
 
-def is_desirable(row: dict) -> bool:
-    return LABELS[str(row["label"]).lower()]
+def is_desirable(columns: dict) -> bool:
+    return LABELS[str(columns["label"]).lower()]
 
 
 def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
@@ -417,7 +488,7 @@ def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
     n_cut = 0
     for i, row in enumerate(rows):
         candidates = (sources[order[(i + n) % len(order)]] for n in range(len(order)))
-        other = next((source.completion for source in candidates if source.prompt != row.prompt), ())
+        other = next((source.completion for source in candidates if source.whole_prompt != row.whole_prompt), ())
         if not other:
             raise BadInput("all rows have one prompt: use --loss apo_zero_unpaired")
         drawn.append(row._replace(other=other[:args.max_length - len(row.prompt)]))
@@ -427,115 +498,142 @@ def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
 
 
 def print_balance(rows: list[Row], args: Args):
+    """Equation 8 asks for λ_D n_D / (λ_U n_U) between 1 and 4/3."""
     n_desirable = sum(row.is_desirable for row in rows)
     if n_desirable in (0, len(rows)):
         raise BadInput(f"{args.data}: all rows have the same label")
-    ratio = args.desirable_weight * n_desirable / (args.undesirable_weight * (len(rows) - n_desirable))
-    print(f"{n_desirable} of {len(rows)} rows are desirable: λ_D n_D / λ_U n_U = {ratio:.2f} (equation 8: 1 to 4/3)")
+    print(f"{n_desirable} of {len(rows)} rows are desirable")
+    balanced = args.desirable_weight * n_desirable / (len(rows) - n_desirable)  # the λ_U that makes it 1
+    if not 1 <= balanced / args.undesirable_weight <= 4 / 3:
+        print(f"--undesirable_weight {balanced / 1.17:.2g} would balance them")
 
+
+# ======================================================================
+# The algorithm ends here. What follows reads data, loads models and keeps the files of a run. It is the same text in
+# dpo.py, kto.py and rloo.py, so that each script is whole: in your fork it is yours, change what you need.
+# ======================================================================
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
 
 def load_data(tokenizer, args) -> tuple[list, list]:
-    """Rows to train on, and held-out rows: of --eval_data, or all rows of some prompts."""
+    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
     rows = load_rows(args.data, tokenizer, args)
     if args.eval_data:
-        return rows, load_rows(args.eval_data, tokenizer, args)
-    prompts = sorted({row.prompt for row in rows})
-    order = generator(0, "hold_out").permutation(len(prompts))
-    held_out = {prompts[i] for i in order[:min(args.eval_size, len(prompts) // 10)]}
-    return [row for row in rows if row.prompt not in held_out], [row for row in rows if row.prompt in held_out]
+        eval_rows = load_rows(args.eval_data, tokenizer, args)
+        shared = {row.whole_prompt for row in rows} & {row.whole_prompt for row in eval_rows}
+        if shared:
+            print(f"{len(shared)} held-out prompts are trained on, too")
+    else:
+        prompts = sorted({row.whole_prompt for row in rows})
+        order = generator(0, "hold_out").permutation(len(prompts))  # --seed changes nothing here
+        held_out = {prompts[i] for i in order[:min(args.eval_size, len(prompts) // 10)]}
+        eval_rows = [row for row in rows if row.whole_prompt in held_out]
+        rows = [row for row in rows if row.whole_prompt not in held_out]
+
+    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out" + ": nothing is evaluated" * (not eval_rows))
+    return rows, eval_rows
 
 
 def read_rows(source: str) -> list:
-    """The rows of a file (of JSON Lines the lines), or of a hub dataset NAME[:SPLIT]."""
-    match Path(source).suffix:
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. Of JSON Lines it returns the lines."""
+    open_file = gzip.open if source.endswith(".gz") else open
+    match Path(source.removesuffix(".gz")).suffix:
         case ".jsonl" | ".json":
-            text = Path(source).read_text(encoding="utf-8-sig")
+            text = open_file(source, "rt", encoding="utf-8-sig").read()
             return json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
         case ".csv":
-            return list(csv.DictReader(open(source, encoding="utf-8-sig", newline="")))
+            return list(csv.DictReader(open_file(source, "rt", encoding="utf-8-sig", newline="")))
         case ".parquet":
             import pyarrow.parquet
             return pyarrow.parquet.read_table(source).to_pylist()
         case _:
             import datasets
-            name, _, split = source.partition(":")
-            return list(datasets.load_dataset(name, split=split or "train"))
+            name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
+            split = config.pop() if config else "train"
+            return list(datasets.load_dataset(name, *config, split=split))
 
 
-def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple]:
-    """Tokenizes a file: prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns.
-    Drops rows that cannot be trained on, and counts them."""
+def encode(tokenizer, source: str, answers_of: Callable, args):
+    """Reads and tokenizes a file. Yields for each row the ids of the prompt, the ids of prompt + answer for each
+    answer, the place where each answer begins, and the columns. Rows that cannot be trained on are dropped and counted.
+    """
     try:
         file_rows = read_rows(source)
     except Exception as error:
-        raise BadInput(f"{source}: no .jsonl .json .csv .parquet (needs pyarrow) or hub data (needs datasets): {error}")
-    rows = []
+        raise BadInput(f"{source}: no .jsonl[.gz] .json .csv .parquet (needs pyarrow) or hub data (needs datasets): "
+                       f"{error}") from None
+
+    counts = Counter(rows=0)
     kinds = set()
-    counts = Counter()
-    for number, row in enumerate(file_rows, 1):
+    n_kept = 0
+    ints = {}  # one object for equal ids: 8 bytes per token instead of 40
+    for number, row in enumerate(progress_bar(file_rows, desc="tokenize"), 1):
         if isinstance(row, str) and not row.strip():
-            continue
+            continue  # an empty line
+
         columns = {}
         try:
             columns = dict(json.loads(row) if isinstance(row, str) else row)
             if None in columns:
                 raise ValueError("more cells than the header")
-            prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat, counts)
-            texts = render(tokenizer, prompt, answers, args, columns)
-            rows.append((restore_prompt(texts, answers, tokenizer.eos_token, counts), columns | {"prompt": prompt}))
+
+            prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), counts)
             kinds.add((type(prompt), columns.get("prompt") is None))
             if len(kinds) > 1:
-                raise ValueError("unlike the rows before: strings, messages, or no prompt")
+                raise ValueError("unlike the rows before: text, messages, or no prompt")
+
+            texts = render(tokenizer, prompt, answers, args, columns, counts)
+            all_ids = tokenize(tokenizer, texts, add_bos=isinstance(prompt, str))
         except Exception as error:
             if isinstance(error, (LookupError, TypeError, AttributeError)):
                 error = f"expected {COLUMNS}"
-            raise BadInput(f"{source}:{number}: {error}; found {', '.join(map(str, columns))}: {str(row)[:200]}")
-    if not rows:
-        raise BadInput(f"{source} holds no rows")
-    kind, lacks_prompt = kinds.pop()
-    if kind is str and tokenizer.chat_template and not lacks_prompt:
-        print(f"{source}: strings are trained without the model's chat template; --as_chat applies it")
+            found = f"found {', '.join(map(str, columns))[:200]}: {str(row)[:200]}"
+            raise BadInput(f"{source}:{number}: {error}; {found}") from None
 
-    kept = 0
-    lengths = []
-    same = {}  # one object for equal ids: 8 bytes per token instead of 40
-    all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
-    for texts, columns in rows:
-        prompt, *sequences = [tuple(same.setdefault(i, i) for i in next(all_ids)) for _ in texts]
-        begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
-        answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
-        short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
-        length = max(map(len, [prompt, *sequences]))
-        if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
+        # An answer begins where the ids first differ, and not at len(prompt): a token may span the end of the prompt.
+        prompt_ids, *sequences = [tuple(ints.setdefault(i, i) for i in ids) for ids in all_ids]
+        begins = [len(os.path.commonprefix([prompt_ids, ids])) for ids in sequences]
+        words = [tokenizer.decode(ids[i:], skip_special_tokens=True).strip() for ids, i in zip(sequences, begins)]
+
+        counts["rows"] += 1
+        if not prompt_ids or 0 in begins or not all(words):
             counts["dropped: empty, or no prompt and no common beginning"] += 1
         elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
-        elif length > args.max_length:
+        elif max(map(len, (prompt_ids, *sequences))) > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
-            lengths.append(length)
         else:
-            kept += 1
-            lengths.append(length)
-            yield prompt, sequences, begins, columns
-    next(all_ids, None)  # ends its progress bar
-    notes = [f"{count} {note}" for note, count in counts.items() if count]
-    print(f"{source}: {kept} of {len(rows)} rows", *notes, sep="; ")
-    if 2 * kept < len(rows):
-        if 2 * len(lengths) >= len(rows):
-            enough = np.quantile(lengths, 0.95, method="inverted_cdf")
-            notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
-        raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
+            n_kept += 1
+            yield prompt_ids, sequences, begins, columns | {"prompt": prompt}
+
+    found = "; ".join(f"{count} {note}" for note, count in counts.items())
+    print(f"{source}: {n_kept} of {found}")
+    if n_kept < max(1, counts["rows"] / 2):
+        raise BadInput(f"{source}: too few rows, {n_kept} of {found}")
+    if kinds.pop()[0] is str and tokenizer.chat_template:
+        print(f"{source}: strings are trained without the model's chat template; demo/prepare_chat.py makes messages")
 
 
-def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple[str | list, list]:
+def tokenize(tokenizer, texts: list[str], add_bos: bool) -> list[list[int]]:
+    """Token ids of each text. With add_bos they begin with the tokenizer's BOS, once."""
+    bos = bos_of(tokenizer) if add_bos else []
+    all_ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+    return [ids if ids[:len(bos)] == bos else bos + ids for ids in all_ids]
+
+
+@lru_cache
+def bos_of(tokenizer) -> list[int]:
+    plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+    return full[:full.index(plain[0])]
+
+
+def split_prompt(prompt, answers: list, counts: Counter) -> tuple[str | list, list]:
     """Prompt and answers as strings or messages. A prompt of None becomes what the answers have in common."""
+    key = """['"](role|content)['"]:"""
     for text in (prompt, *answers):
-        if isinstance(text, str) and re.match(r"""(?s)\s*\[?\{.*['"]role['"]:""", text) and "content" in text:
+        if isinstance(text, str) and re.match(rf"(?s)\s*\[?{{{key}.*{key}", text):
             raise ValueError("messages written as a string")
-    if as_chat and (prompt is None or "\n\nHuman:" in prompt) and isinstance(prompt or answers[0], str):
-        raise ValueError("--as_chat needs a prompt of one turn (Anthropic's HH: demo/prepare_hh.py)")
+
     if prompt is None:
         if len(answers) < 2:
             raise KeyError("prompt")
@@ -546,65 +644,59 @@ def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple
         answers = [answer[len(prompt):] for answer in answers]
     if isinstance(prompt, str) and answers and not isinstance(answers[0], str):
         prompt = [{"role": "user", "content": prompt}]
-    is_short = isinstance(prompt, str) and len(prompt) <= 20  # an answer may begin with the same word
+
+    # Answers that repeat the prompt lose it. A short prompt stays: an answer may begin with the same word.
+    is_short = isinstance(prompt, str) and len(prompt) <= 20
     if answers and not is_short and all(answer[:len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt):] for answer in answers]
         counts["with answers that repeat the prompt"] += 1
-    roles = {message["role"] for answer in answers if isinstance(answer, list) for message in answer[:1] + answer[-1:]}
-    if roles & {"user", "system"}:
-        raise ValueError("an answer begins or ends with a user or system message")
-    if as_chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt.strip()}]
-        answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
+
+    for answer in answers:
+        ends = answer[:1] + answer[-1:] if isinstance(answer, list) else []
+        if any(message["role"] in ("user", "system") for message in ends):
+            raise ValueError("an answer begins or ends with a user or system message")
+        if ends and prompt[-1]["role"] == "assistant":
+            raise ValueError("the prompt ends with a begun answer")
     return prompt, answers
 
 
-def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
+def render(tokenizer, prompt, answers: list, args, columns: dict, counts: Counter) -> list[str]:
     """The text of the prompt, and of prompt + each answer. Strings end with EOS, chats as their template says."""
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
         if answers and eos is None:
             raise ValueError("the tokenizer has no EOS token")
         return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
+
     options = {"tokenize": False, "tools": columns.get("tools"), **json.loads(args.chat_template_kwargs)}
     options |= columns.get("chat_template_kwargs") or {}
+    apply = partial(tokenizer.apply_chat_template, **options)
     ending = "continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"
-    texts = [tokenizer.apply_chat_template(prompt, **{ending: True}, **options)]
+    texts = [apply(prompt, **{ending: True})]
+    if not all(str(message.get("content") or "").strip() in texts[0] for message in prompt):
+        counts["whose template changes a message of the prompt"] += 1
+
     for answer in answers:
-        before = prompt
-        if answer and before[-1]["role"] == answer[0]["role"] == "assistant":  # one message, not two
-            answer = [answer[0] | {"content": before[-1]["content"] + answer[0]["content"]}, *answer[1:]]
-            before = before[:-1]
-        texts.append(tokenizer.apply_chat_template(before + answer, **options))
-    return texts
-
-
-def restore_prompt(texts: list[str], answers: list, eos: str, counts: Counter) -> list[str]:
-    """The texts with the prompt that a model samples after: some templates, as Mistral's, render another before an
-    answer. What follows it begins at the last place where the answer's words stand."""
-    restored = texts[:1]
-    for text, answer in zip(texts[1:], answers):
-        if not text.startswith(texts[0]):
-            start = len(text.rpartition(eos)[0] or text)
-            for message in reversed(answer):
-                start = text.rfind(message["content"].strip(), 0, start)
-                if start < 0:
-                    raise ValueError("the chat template leaves out words of the answer")
+        text = apply(prompt + answer)
+        if not text.startswith(texts[0]):  # some templates, as Mistral's, render another prompt before an answer
+            start = find_answer(apply, prompt, answer)
             if text[:start].endswith(" ") and not texts[0].endswith(" "):
                 start -= 1  # Mistral's space before an answer
             text = texts[0] + text[start:]
-        restored.append(text)
-    counts["whose prompt reads differently before an answer"] += restored != texts
-    return restored
+            counts["answers before which the template changes the prompt"] += 1
+        texts.append(text)
+    return texts
 
 
-def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
-    """Token ids of each text, with the tokenizer's BOS unless it is there already."""
-    plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
-    bos = full[:full.index(plain[0])] if add_bos else []
-    for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
-        for ids in tokenizer(texts[start:start + 1024], add_special_tokens=False, verbose=False).input_ids:
-            yield ids if ids[:len(bos)] == bos else bos + ids
+def find_answer(apply: Callable, prompt: list[dict], answer: list[dict]) -> int:
+    """Where the answer's words begin in the text of prompt + answer: where a mark before them is rendered."""
+    if set().union(*answer) != {"role", "content"}:
+        raise ValueError("the template changes the prompt before an answer that is not only role and content")
+    mark = "\uffff"  # is in no text
+    start = apply([*prompt, answer[0] | {"content": mark + answer[0]["content"]}, *answer[1:]]).find(mark)
+    if start < 0:
+        raise ValueError("the chat template leaves out words of the answer")
+    return start
 
 
 # ---- Models: the same in dpo.py, kto.py and rloo.py ------------------
@@ -616,7 +708,7 @@ def base_of(name: str) -> str:
 
 
 def load_tokenizer(name: str, ref_name: str | None = None):
-    """Of a checkpoint or its base. Refuses a reference with another one."""
+    """The tokenizer of a checkpoint, or of the base of an adapter. A reference with another one is refused."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
@@ -631,24 +723,27 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference in the dtype of forwards. In eval mode: dropout would be noise
-    in every log-ratio."""
+    """The policy if it `trains`, else a frozen reference in the dtype of forward passes. It is in eval mode: dropout
+    would be noise in every log-ratio."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
-    model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
+    model = load_checkpoint(AutoModelForCausalLM, base, dtype="auto" if trains_all else args.dtype)
     model.requires_grad_(trains_all)
-    for target in args.lora_target.split(","):
-        if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules()):
-            raise BadInput(f"--lora_target {target}: {base} has no such layer")
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)
-    if processes()[1] > 1 or (trains and args.dtype == "bfloat16"):
+
+    if process_count() > 1 or (trains and args.dtype == "bfloat16"):
         shard(model, device, args.dtype)
     model.eval().to(device)
     if trains_all:
-        model.float()
+        model.float()  # after shard: no process holds the whole model in float32
     enable_shared_prompts(model)
-    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward) > 0.85
+
+    is_large = False
+    if trains and device == "cuda":
+        memory = step_memory(model, args.tokens_per_forward)
+        print(memory)
+        is_large = memory.share > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():
@@ -658,6 +753,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
 
 def load_checkpoint(kind, name: str, dtype: str = "auto"):
+    """A model of a transformers class. Refuses a checkpoint that lacks weights, which would stay random."""
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
     model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
@@ -673,8 +769,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
                                  target_modules=target)
         return peft.get_peft_model(model, config)
+
     config = peft.PeftConfig.from_pretrained(folder)
-    if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
+    if config.is_prompt_learning or config.is_adaption_prompt or vars(config).get("alora_invocation_tokens"):
         raise BadInput(f"{folder} changes more than weights: merge it, or choose another")
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
@@ -692,39 +789,72 @@ def load_reference(policy, device: str, args):
     return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
-@lru_cache
 def load_function(spec: str) -> Callable:
+    """The function that FILE.py:FUNCTION names, from the file as it is now."""
     file, _, name = spec.partition(":")
     sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
-    functions = runpy.run_path(file)  # unlike import, it allows two files of one name
-    if name not in functions:
+    function = runpy.run_path(file).get(name)  # unlike import, it allows two files of one name
+    if not callable(function):
         raise BadInput(f"{spec}: no such function, expected FILE.py:FUNCTION")
-    return functions[name]
+    return function
+
+
+def call_function(spec: str, function: Callable, n: int, **columns) -> list[float]:
+    """What a user's reward or score returns for n completions: a number each, NaN for None. A coroutine is awaited.
+    What the function itself raises keeps its traceback."""
+    values = function(**deepcopy(columns))  # it may change its arguments
+    if asyncio.iscoroutine(values):
+        values = asyncio.run(values)
+
+    try:
+        numbers = [math.nan if value is None else float(value) for value in values]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != n:
+        raise BadInput(f"{spec} returned {str(values)[:99]}: expected a list of {n} numbers or None")
+    return numbers
 
 
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
-def resolve(args, new_tokens: int = 0):
-    """Checks and completes the flags. new_tokens: sampled after each row."""
-    if args.model is None and args.data is None and (HERE / "demo").exists():
-        args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
+def complete_flags(args, new_tokens: int = 0):
+    """Checks the flags that the scripts share, and fills in those that depend on others. new_tokens: how many are
+    sampled after each row."""
+    has_demo = (HERE / "demo").exists()
+    if args.model is None and args.data is None and has_demo:
+        args = replace(args, **{flag: value for flag, value in DEMO.items() if vars(args)[flag] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
-        raise BadInput("give both --model and --data, or neither for the demo")
-    moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
-    if len(moves) > 1 or (moves and args.ref != "swap"):
-        raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
-    if args.lora_r and base_of(args.model) != args.model:
-        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+        raise BadInput("give both --model and --data" + ", or neither for the demo" * has_demo)
+
+    # Values that no run can have.
+    for flag, kind in type(args).__annotations__.items():
+        value = vars(args)[flag]
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise BadInput(f"--{flag} {value}: choose one of {', '.join(get_args(kind))}")
+        if value is not None and flag in SMALLEST and not value >= SMALLEST[flag]:  # `not >=` also catches NaN
+            raise BadInput(f"--{flag} {value}: must be at least {SMALLEST[flag]}")
+
+    # Flags that contradict each other or the model.
+    if args.sync_reference and args.ref not in ("swap", "auto"):
+        raise BadInput("--sync_reference needs --ref swap")
     if args.lora_target != "all-linear" and not args.lora_r:
         raise BadInput("--lora_target needs --lora_r")
+    base = base_of(args.model)
+    if args.lora_r and base != args.model:
+        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+
+    # What depends on other flags and on the model.
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
-    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
-    if args.max_new_tokens >= context:
-        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
-    return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
-                   lr=1e-6 if args.lr is None else args.lr)
+    if args.lr is None:
+        args = replace(args, lr=1e-5 if args.lora_r or base != args.model else 1e-6)
+    if args.out is None:
+        name = f"out/{Path(__file__).stem}"
+        folders = [name] + [f"{name}-{n}" for n in range(2, 1000)]
+        args = replace(args, out=next(folder for folder in folders if not Path(folder, "model").exists()))
+    room = context_length(AutoConfig.from_pretrained(base)) - new_tokens
+    return replace(args, ref_model=args.ref_model or args.model, max_length=min(args.max_length, room))
 
 
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
@@ -754,6 +884,7 @@ def learning_rate(step: int, steps: int, args) -> float:
     warmup_steps = round(args.warmup * steps) if args.warmup < 1 else args.warmup
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
+
     remaining = (steps - step + 1) / (steps - warmup_steps)
     cosine = 0.5 - 0.5 * math.cos(math.pi * remaining)
     return args.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[args.schedule]
@@ -761,31 +892,36 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def lock_folder(out: Path) -> FileLock:
-    """Creates and locks the output folder."""
-    out.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def lock_folder(out: Path):
+    """Creates the folder of a run, and locks it until the run ends in any way."""
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
+    out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / ".lock", timeout=0)
-    if processes()[0] == 0:
-        try:
+    try:
+        if is_first_process():
             lock.acquire()
-        except Timeout:
-            raise BadInput(f"another run writes into {out}: name another --out") from None
-    return lock
+        yield
+    except Timeout:
+        raise BadInput(f"another run writes into {out}: name another --out") from None
+    finally:
+        lock.release()
 
 
-def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """Flags, versions, and digests of all that a run reads."""
-    run = asdict(args) | {"torch": torch.__version__, "transformers": transformers.__version__}
-    models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
-    run["weights"] = {name: checkpoint_digest(name) for name in models}
-    run["functions"] = {spec: digest_of([Path(spec.partition(":")[0]).read_bytes()]) for spec in functions if spec}
-    run["rows"] = digest_of(train_rows)
-    run["held-out rows"] = digest_of(eval_rows)
-    for file in (Path(__file__), HERE / "refcache.py"):
-        run[file.name] = digest_of([file.read_bytes()])
-    return json.loads(json.dumps(run))  # tuples become lists
+def describe_files(models: dict[str, str], functions: list[str]) -> dict:
+    """Digests of models, of their tokenizers and templates, and of functions; and `code`: the script and libraries."""
+    run = {"script": Path(__file__).name}
+    for flag, name in models.items():
+        settings = sorted(checkpoint_folder(name).glob("*.j[is]*"))  # .json and .jinja: tokenizer, template, generation
+        run[f"{flag}'s weights"] = checkpoint_digest(name)
+        run[f"{flag}'s settings"] = digest_of([file.read_bytes() for file in settings])
+    run["functions"] = [digest_of([Path(spec.partition(":")[0]).read_bytes()]) for spec in functions]
+
+    run["code"] = {file.name: digest_of([file.read_bytes()]) for file in (Path(__file__), HERE / "refcache.py")}
+    libraries = [name for name in ("torch", "transformers", "tokenizers", "peft") if find_spec(name)]
+    run["code"] |= {name: version(name) for name in libraries}
+    return run
 
 
 def digest_of(items: list) -> str:
@@ -802,78 +938,116 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
+
     for name, weight in list(state.items()):
-        state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
+        for key, value in optimizer.state[weight].items():
+            state[f"optimizer.{name}.{key}"] = value.zero_()
     return state
 
 
+def checkpoint_steps(out: Path) -> list[int]:
+    """Steps of the complete checkpoints out/resume-STEP. Other folders that begin with resume- are the user's."""
+    names = [file.parent.name.removeprefix("resume-") for file in out.glob("resume-*/run.json")]
+    return [int(name) for name in names if name.isdigit()]
+
+
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
-    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
+    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
     folder = out / f"resume-{step}"
     shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
-    if processes()[0] == 0:
-        log_sizes = {name: (out / name).stat().st_size for name in LOGS}
-        write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
-        for older in set(out.glob("resume-*")) - {folder}:
-            shutil.rmtree(older)
+    if is_first_process():
+        paths = [out / name for name in LOGS] + list(folder.iterdir())
+        sizes = {str(path.relative_to(out)): path.stat().st_size for path in paths}
+        write_whole(folder / "run.json", [json.dumps({"run": run, "sizes": sizes}).encode()])
+    remove_checkpoints(out, but=step)
+
+
+def remove_checkpoints(out: Path, but: int | None = None):
+    """Removes all, or all but that of one step."""
+    for step in checkpoint_steps(out):
+        if step != but and is_first_process():
+            shutil.rmtree(out / f"resume-{step}")
 
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
-    """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0."""
-    checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
-    checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
-    saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
+    """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0. Refuses a checkpoint of another
+    run or with damaged files, files of somebody else, and processes that would train different runs."""
+    step = max(checkpoint_steps(out), default=0)
+    mine = [run, str(out), step]
+    if any(theirs != mine for theirs in all_gather(mine)):
+        raise BadInput("the processes differ in flags, data, models or --out")
+
+    saved = {"run": run, "sizes": dict.fromkeys(LOGS, 0)}
+    files = [out / name for name in ("args.json", *LOGS) if (out / name).exists()]
+    if step:
+        saved = json.loads((out / f"resume-{step}/run.json").read_text())
+    elif files and "held-out rows" not in files[0].read_text():
+        raise BadInput(f"{files[0]} is of another program: name another --out")
     differing = [name for name in run if saved["run"].get(name) != run[name] and name not in MAY_CHANGE]
-    code = [name for name in differing if name.endswith((".py", "torch", "transformers"))]  # edited code may go on
-    if differing != code:
+    if differing:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
-    if saved["step"]:
-        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
-    if processes()[0] == 0:
+    for name, size in saved["sizes"].items():
+        if size and not ((out / name).exists() and (out / name).stat().st_size >= size):
+            raise BadInput(f"{out / name} had {size} bytes: restore it")
+
+    if step:
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{step}"))
+        changed = [name for name in run["code"] if saved["run"]["code"].get(name) != run["code"][name]]
+        print(f"resumes after step {step}", *(f"{name} has changed since" for name in changed), sep="; ")
+    if is_first_process():
         write_whole(out / "args.json", [json.dumps(run, indent=1).encode()])
-        for name, size in saved["log_sizes"].items():
+        for name in LOGS:
             (out / name).touch()
-            os.truncate(out / name, size)
-    return saved["step"]
+            os.truncate(out / name, saved["sizes"][name])
+        if run["wandb"]:
+            import wandb
+            run_id = digest_of([out.resolve()])  # a resumed run goes on in the same one
+            wandb.init(name=out.name, id=run_id, resume="allow", config=run, reinit="finish_previous")
+    return step
+
+
+def log_metrics(out: Path, values: dict, args):
+    """Adds a line to metrics.jsonl, and to Weights & Biases. After an evaluation, prints what held-out rows gave before
+    training and what they give now."""
+    append(out / "metrics.jsonl", [values])
+    if not is_first_process():
+        return
+    with open(out / "metrics.jsonl") as file:
+        before = json.loads(file.readline())
+    if len(before) > 1 and before.keys() < values.keys():
+        tqdm.write(f"{'held out':29} before     now")
+        for name in before:
+            tqdm.write(f"{name:28} {before[name]:z7.3f} {values[name]:z7.3f}")
+    if args.wandb:
+        import wandb
+        wandb.log(values, step=values["step"])
 
 
 def append(path: Path, lines: list[dict]):
-    if processes()[0] == 0:
+    if is_first_process():
         with open(path, "a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def report(out: Path) -> list[dict]:
-    """Prints held-out answers and metrics, before and after. Returns the lines of metrics.jsonl."""
-    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
-    before, after = history[0], history[-1]
-    held_out = [sample for sample in samples if sample.get("held_out", True)]
-    answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
-    print("held out: prompt, answer before, answer after")
-    for first, last in list(zip(*answers))[:3]:
-        for text in (first["prompt"], first["completion"], last["completion"]):
-            print(repr(text)[:shutil.get_terminal_size().columns])
-    print(f"{'held out':29} before   after")
-    for name in after:
-        if name.startswith("eval_"):
-            print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
-    return history
-
-
-def save_model(model, tokenizer, folder: Path):
-    """Writes the model, or its LoRA adapter, as from_pretrained() reads it."""
+def save_model(model, tokenizer, folder: Path, args):
+    """Writes the model, or its LoRA adapter, as from_pretrained() reads it, in the dtype of --save_dtype."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     state = get_model_state_dict(model, options=options)
-    if processes()[0] == 0:
-        hidden = folder.with_name(f".{folder.name}")
-        model.save_pretrained(hidden, state_dict=state)
-        tokenizer.save_pretrained(hidden)
-        os.replace(hidden, folder)
+    if not is_first_process():
+        return
+    hidden = folder.with_name(f".{folder.name}")
+    shutil.rmtree(hidden, ignore_errors=True)  # of a killed save
+    dtype = args.dtype if args.save_dtype == "auto" else "float32"
+    model.save_pretrained(hidden, state_dict={name: weight.to(getattr(torch, dtype)) for name, weight in state.items()})
+    tokenizer.save_pretrained(hidden)
+    config = hidden / "config.json"
+    if config.exists():  # an adapter has none. It names the dtype of the weights that train
+        config.write_text(config.read_text().replace('"dtype": "float32"', f'"dtype": "{dtype}"'))
+    os.replace(hidden, folder)
 
 
 if __name__ == "__main__":
@@ -881,9 +1055,10 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, ImportError, torch.OutOfMemoryError) as error:
+    except (BadInput, ImportError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
         advice = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
         if isinstance(error, torch.OutOfMemoryError):
             advice = ": lower --tokens_per_forward, or add --gradient_checkpointing on"
-        print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
+        what = str(error) or "stopped, the same command resumes"
+        print(f"{Path(__file__).name}: {what}{advice}", file=sys.stderr)
         sys.exit(2)

@@ -8,20 +8,28 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     python rloo.py  # the demo
     python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful
 
-A prompt is encoded once for its k samples.
+A prompt is encoded once for its k samples. A killed run resumes if the same command is given again.
+docs/recipes.md has starting values for lr and β.
 
-Data      rows `prompt`, a string or chat messages, and any columns for the reward:
-          {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
-          A reward is a function(prompts, completions, **columns) -> a float or None per completion.
-Shapes    B prompts per step, k samples each, T tokens in the longest: rewards and advantages are (B, k); log-probs of
-          tokens are (B, k, T), 0 after the end of a sample. b: prompts in a micro-batch.
-Metrics   reward, reward_std: over all samples, before KL | rewards/NAME: of one function | frac_reward_zero_std:
-          fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats per token |
-          completions/mean_length | completions/clipped_ratio: fraction cut off by max_new_tokens | loss | clip_ratio |
-          sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token | grad_norm |
-          learning_rate | seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of one sample per held-out prompt
+Data: rows with `prompt`, a string or chat messages, and any columns that the reward needs:
+
+    {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
+
+A reward is a function(prompts, completions, **columns) that returns a number or None for each completion.
+
+Shapes: B prompts per step, k samples each, T tokens in the longest. Rewards and advantages are (B, k). Log-probs of
+tokens are (B, k, T), 0 after the end of a sample. b is the number of prompts in a micro-batch.
+
+Metrics: reward, reward_std: over all samples, before KL | rewards/NAME: of one function | frac_reward_zero_std:
+fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats per token | samples/distinct:
+how many of the samples differ | completions/mean_length | completions/clipped_ratio: fraction cut off by
+max_new_tokens | loss | clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per
+token | grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak |
+eval_*: of one sample per held-out prompt
 """
+import asyncio
 import csv
+import gzip
 import hashlib
 import json
 import math
@@ -33,12 +41,16 @@ import sys
 import time
 import warnings
 from collections import Counter, defaultdict
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import Callable, Iterator, Literal, NamedTuple
+from typing import Callable, Iterator, Literal, NamedTuple, get_args, get_origin
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -50,15 +62,16 @@ from filelock import FileLock, Timeout
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, DynamicCache, DynamicLayer)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from refcache import (
-    BadInput, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest, completion_logprobs,
-    context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor, has_shared_prompts,
-    memory_share, micro_batches, pack, process_group, processes, progress_bar, shard, to_device, unsharded,
-    unwrap_model, write_whole)
+    BadInput, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest, checkpoint_folder,
+    completion_logprobs, context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor,
+    has_shared_prompts, is_first_process, micro_batches, one_line, pack, process_count, process_group, process_rank,
+    progress_bar, shard, step_memory, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -69,59 +82,64 @@ DEMO = dict(
     lr=2e-4,
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
-MAY_CHANGE = ("out ref_cache save_every eval_every samples tokens_per_forward rollout_tokens "
-              "gradient_checkpointing").split()  # when a run is resumed
+# What may differ when a run is resumed. Of models and data the content is compared, not the path.
+MAY_CHANGE = ("model ref_model reward_model data eval_data out ref tokens_per_forward rollout_tokens "
+              "gradient_checkpointing save_every save_dtype eval_every wandb code").split()
+SMALLEST = dict(steps=-1, lr=0, warmup=0, beta=0, epochs=1e-6, batch_size=1, lora_r=1, k=2, temperature=1e-6,
+                max_new_tokens=1, updates_per_rollout=1)  # values of flags
+EAGER = WeakSet()  # models whose decoding steps cannot be recorded as a CUDA graph
 
 
 @dataclass
 class Args:
     model: str | None = None  # checkpoint folder or hub name; None: the demo
-    data: str | None = None  # prompts: .jsonl .json .csv .parquet, or hub NAME[:SPLIT]
-    eval_data: str | None = None  # held-out prompts; None: split off data
-    eval_size: int = 64  # prompts split off data, at most a tenth
-    as_chat: bool = False  # strings become messages of a user and an assistant
-    chat_template_kwargs: str = "{}"  # JSON for the template, such as {"enable_thinking": false}
+    data: str | None = None  # prompts: .jsonl[.gz] .json .csv .parquet, or hub data NAME[:CONFIG][:SPLIT]
+    eval_data: str | None = None  # held-out prompts; None: they are split off --data
+    eval_size: int = 64  # number of prompts that are split off --data, at most a tenth of them
+    chat_template_kwargs: str = "{}"  # JSON for the chat template, such as {"enable_thinking": false}
     max_length: int = 1024  # tokens of a prompt; longer ones are dropped and counted
-    out: str = f"out/{Path(__file__).stem}"  # folder of the run
+    out: str | None = None  # folder of the run; None: out/rloo, or out/rloo-2 if that is finished
 
-    reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed
+    reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; the values of several functions are summed
     reward_model: str | None = None  # classifier with one output: folder or hub name
-    reward_weights: tuple[float, ...] = ()  # of the functions, then the model; empty: 1 each
+    reward_weights: tuple[float, ...] = ()  # weights of the functions, then of the model; empty: all are 1
 
-    ref: Literal["swap", "live"] = "swap"  # see README
-    ref_model: str | None = None  # None: the policy before training
-    sync_reference: int | None = None  # steps between copies of the policy into the reference
-    sync_mix: float = 1.0  # weight of the policy in each copy
+    ref: Literal["auto", "swap", "live"] = "auto"  # live: a second model on the GPU; swap: on the host; auto: if it fits
+    ref_model: str | None = None  # the reference; None: the policy before training
+    sync_reference: int | None = None  # number of steps between copies of the policy into the reference
+    sync_mix: float = 1.0  # weight of the policy in each such copy
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
-    lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: 2 r
-    lora_target: str = "all-linear"  # or names of layers: q_proj,v_proj
+    lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: alpha = 2 r
+    lora_target: str = "all-linear"  # layers with an adapter: all-linear, or names such as q_proj,v_proj
 
     k: int = 4  # samples per prompt
     beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
     updates_per_rollout: int = 1  # optimizer steps per rollout
     clip_eps: float = 0.2  # the ratio is clipped to 1 ± clip_eps
     mask_truncated: bool = False  # leave out samples without EOS, also from the baseline
-    temperature: float = 1.0  # of sampling, and of all log-probs
-    max_new_tokens: int = 128  # per sample
+    temperature: float = 1.0  # divides the logits in sampling and in all log-probs
+    max_new_tokens: int = 128  # tokens per sample
 
     epochs: float = 1.0  # passes over the data
-    steps: int | None = None  # rollouts; None, -1: from epochs; 0: only evaluate
+    steps: int | None = None  # rollouts; None or -1: as many as --epochs needs; 0: only evaluate
     batch_size: int = 8  # prompts per step
-    lr: float | None = None  # peak learning rate; None: 1e-6, in the demo 2e-4
-    schedule: Literal["linear", "cosine", "constant"] = "linear"  # after the warmup
-    warmup: float = 0.1  # steps in which lr rises, or their fraction if below 1
+    lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4; see docs/recipes.md
+    schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
+    warmup: float = 0.1  # steps in which the learning rate rises; below 1: their fraction of all steps
     weight_decay: float = 0.0
-    max_grad_norm: float = 1.0  # 0: no clipping
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm; 0: no clipping
     seed: int = 0
 
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forwards; auto: bfloat16 on CUDA
-    tokens_per_forward: int = 16384  # memory and speed only, never the result
-    rollout_tokens: int = 65536  # places in the key-value cache; likewise
-    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # likewise; auto: on if the GPU is too small
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on a GPU
+    tokens_per_forward: int = 16384  # limits memory; never changes the result
+    rollout_tokens: int = 65536  # limits the memory of a rollout, as tokens in its key-value cache
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # memory for time; auto: on if the GPU is too small
 
-    save_every: int = 50  # steps between checkpoints; 0: none
-    eval_every: int | None = None  # steps between evaluations; None: before and after only
+    save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
+    save_dtype: Literal["auto", "float32"] = "auto"  # of the saved model; auto: as in forward passes
+    eval_every: int | None = None  # steps between evaluations; None: only before and after training
+    wandb: bool = False  # log to Weights & Biases, in the project of $WANDB_PROJECT
 
 
 # ---- The loss --------------------------------------------------------
@@ -157,9 +175,13 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     columns: dict  # of the file: the prompt, and what the reward needs
 
+    @property
+    def whole_prompt(self) -> tuple[int, ...]:
+        return self.prompt
+
 
 class Samples(NamedTuple):
-    groups: list  # [(prompt, [y_1 .. y_k]), ..] for B prompts: token ids, with stop tokens
+    groups: list  # [(prompt, [completion_1 .. completion_k]), ..] for B prompts: token ids, with stop tokens
     texts: list[list[str]]  # k per prompt
     mask: torch.Tensor  # (B, k, T) bool: whether the sample has a token t
     ended: torch.Tensor  # (B, k) bool: not cut off by max_new_tokens
@@ -169,8 +191,10 @@ class Samples(NamedTuple):
 
 def token_logprobs(model, groups: list, T: int, args: Args) -> torch.Tensor:
     """log π of each token of these samples, (b, k, T), 0 after the end."""
-    logps = completion_logprobs(model, groups, temperature=args.temperature)
-    return torch.stack([torch.stack([F.pad(y, (0, T - len(y))) for y in completions]) for completions in logps])
+    padded = []
+    for logps in completion_logprobs(model, groups, temperature=args.temperature):
+        padded.append(torch.stack([F.pad(logp, (0, T - len(logp))) for logp in logps]))
+    return torch.stack(padded)
 
 
 @torch.no_grad()
@@ -179,11 +203,12 @@ def score_reference(reference, samples: Samples, device: str, args: Args) -> tor
     ref_logps = torch.zeros(samples.mask.shape, device=device)
     if reference is None:
         return ref_logps
+
     with reference as model:
-        for indices, counts in micro_batches(model, samples.groups, args.tokens_per_forward):
+        for indices, is_real in micro_batches(model, samples.groups, args.tokens_per_forward):
             micro = [samples.groups[i] for i in indices]
             indices = to_device(indices, device)
-            ref_logps[indices] += token_logprobs(model, micro, ref_logps.shape[2], args) * counts
+            ref_logps[indices] += token_logprobs(model, micro, ref_logps.shape[2], args) * is_real
     return all_reduce(ref_logps)
 
 
@@ -195,25 +220,28 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
     all_logps = torch.zeros(samples.mask.shape, device=rewards.device)
     loss_sum = torch.zeros((), device=rewards.device)
     clip_sum = torch.zeros((), device=rewards.device)
-    for indices, counts in micro_batches(policy, samples.groups, args.tokens_per_forward):
+
+    for indices, is_real in micro_batches(policy, samples.groups, args.tokens_per_forward):
         micro = [samples.groups[i] for i in indices]
         indices = to_device(indices, rewards.device)  # a list as an index would wait for the GPU
         logps = token_logprobs(policy, micro, all_logps.shape[2], args)  # (b, k, T)
+
         old = logps.detach() if old_logps is None else old_logps[indices]
         advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
         losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)  # (b, k)
-        loss = losses.sum() / divisor * counts
+        loss = losses.sum() / divisor * is_real  # an empty micro-batch, which FSDP needs, counts 0 times
         loss.backward()
 
-        all_logps[indices] += logps.detach() * counts
+        all_logps[indices] += logps.detach() * is_real
         loss_sum += loss.detach()
-        clip_sum += is_clipped.sum() * counts
+        clip_sum += is_clipped.sum() * is_real
+
     values = {"loss": all_reduce(loss_sum).item(), "clip_ratio": all_reduce(clip_sum).item() / divisor}
     return all_reduce(all_logps), values
 
 
 def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
-    """Of samples and their rewards, (B, k)."""
+    """Metrics of samples and their rewards, (B, k). A sample with NaN is left out of the rewards'."""
     is_known = ~rewards.isnan()
     known = rewards[is_known]
     highest = rewards.nan_to_num(-math.inf).amax(dim=1)
@@ -222,6 +250,7 @@ def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
         "reward": known.mean().item(),
         "reward_std": known.std(correction=min(1, len(known) - 1)).item(),
         "frac_reward_zero_std": ((highest <= lowest) & (is_known.sum(dim=1) > 1)).float().mean().item(),
+        "samples/distinct": len(set(chain(*samples.texts))),
         "completions/mean_length": samples.mask.sum(dim=2).float().mean().item(),
         "completions/clipped_ratio": 1 - samples.ended.float().mean().item(),
         "entropy": (samples.entropy.sum() / samples.mask.sum()).item(),
@@ -230,48 +259,61 @@ def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, step: int, out: Path, args: Args) -> dict:
+    """Metrics of one sample per held-out prompt, which it writes to samples.jsonl."""
     if not rows:
         return {}
     samples = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
     rewards, reward_means = compute_rewards(samples, rows, functions)
     log_samples(out, step, True, samples, rows, rewards)
+
     values = metrics(samples, rewards) | reward_means
-    del values["frac_reward_zero_std"]  # of one sample
-    ref_logps = score_reference(reference, samples, policy.device, args)
+    del values["frac_reward_zero_std"]  # it needs two samples per prompt
     if reference:
+        ref_logps = score_reference(reference, samples, policy.device, args)
         values["kl"] = ((samples.logps - ref_logps.cpu()).sum() / samples.mask.sum()).item()
     return {f"eval_{name}": value for name, value in values.items()}
 
 
 # ---- Training --------------------------------------------------------
 
-@process_group()
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.k < 2:
-        raise BadInput("--k must be at least 2")
-    args = resolve(args, new_tokens=args.max_new_tokens)
-    out = Path(args.out)
-    lock = lock_folder(out)
+    with process_group():
+        args = resolve(args)
+        out = Path(args.out)
+        with lock_folder(out):
+            return train(args, out)
 
+
+def train(args: Args, out: Path) -> list[dict]:
+    """The run: prompts, the policy, its reference, the loop."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
-    print(f"{len(train_rows)} prompts to train on, {len(eval_rows)} held out. The first:")
+    print("The first prompt:")
     print(tokenizer.decode(train_rows[0].prompt))
-    functions = load_rewards(device, args)
+
     batch_size = min(args.batch_size, len(train_rows))
-    steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps in (None, -1) else args.steps
-    run = describe_run(train_rows, eval_rows, args.reward, args)
+    steps = args.steps
+    if steps in (None, -1):
+        steps = math.ceil(args.epochs * len(train_rows) / batch_size)
+    functions = load_rewards(device, args)
+    run = describe_run(train_rows, eval_rows, args)
 
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
     check_sampler(policy, tokenizer, args)
+    if device == "cuda" and has_shared_prompts(policy):
+        print(f"a rollout takes up to {rollout_memory(policy, args) / 1e9:.1f} GB beside the weights")
+    args = replace(args, ref=choose_reference(policy, args))
     reference = load_reference(policy, device, args) if args.beta else None
+
+
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    decaying = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
-    others = {"params": [weight for weight in weights if weight.dim() <= 1], "weight_decay": 0.0}  # norms and biases
-    optimizer = torch.optim.AdamW([decaying, others], lr=0.0, fused=True)  # lr is set in the loop
+    matrices = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
+    vectors = {"params": [weight for weight in weights if weight.dim() <= 1]}  # norms and biases do not decay
+    optimizer = torch.optim.AdamW([matrices, vectors], lr=0.0, weight_decay=0.0, fused=True)  # the loop sets lr
+
     state = {"training": init_training_state(policy, optimizer)}  # what a checkpoint holds
     if args.sync_reference and reference:
         state["reference"] = reference
@@ -279,20 +321,21 @@ def main(args: Args) -> list[dict]:
     if last_step == 0:
         values = {"step": 0}
         values |= evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
-        append(out / "metrics.jsonl", [values])
+        log_metrics(out, values, args)
     if steps < 1:
         barrier()  # the first process has written
-        return report(out)
+        return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
-        torch.manual_seed(args.seed + step)  # the same in a resumed run
+        torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
         rewards, reward_means = compute_rewards(samples, rows, functions)
-        values = {"step": step, **metrics(samples, rewards), **reward_means}
         log_samples(out, step, False, samples, rows, rewards)
+        values = {"step": step} | metrics(samples, rewards) | reward_means
+
         if step == 10 and values["frac_reward_zero_std"] == 1:
             progress.write("All samples of each prompt have equal rewards: nothing is learned")
         if step == 1 and not samples.ended.any():
@@ -312,12 +355,14 @@ def main(args: Args) -> list[dict]:
             values["grad_norm"] = full_tensor(grad_norm).item()
             values["learning_rate"] = learning_rate(step, steps, args)
             if not math.isfinite(values["loss"] + values["grad_norm"]):
-                raise BadInput(f"step {step}: loss {values['loss']}, gradient norm {values['grad_norm']}: lower --lr")
+                raise BadInput(f"step {step}: loss or gradient is not finite: lower --lr")
+
             for group in optimizer.param_groups:
                 group["lr"] = values["learning_rate"]
             optimizer.step()
             optimizer.zero_grad()
 
+        # How far the policy that sampled was from its sampler, and from the reference.
         difference = (old_logps.cpu() - samples.logps).abs()
         values["sampling/sampling_logp_difference/mean"] = (difference.sum() / samples.mask.sum()).item()
         values["sampling/sampling_logp_difference/max"] = difference.max().item()
@@ -329,6 +374,7 @@ def main(args: Args) -> list[dict]:
                 check_agreement((ratios / lengths).abs().mean().item(), args.dtype)
         if args.sync_reference and reference and step % args.sync_reference == 0:
             reference.sync(args.sync_mix)
+
         values["seconds"] = time.monotonic() - began
         values["tokens_per_second"] = count_tokens(samples.groups) / values["seconds"]
         if device == "cuda":
@@ -336,16 +382,43 @@ def main(args: Args) -> list[dict]:
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
-        append(out / "metrics.jsonl", [values])
+        log_metrics(out, values, args)
+
         if args.save_every and (step == steps or step % args.save_every == 0):
             save_checkpoint(out, step, run, state)
         progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
-    save_model(policy, tokenizer, out / "model")
-    lock.release()
-    history = report(out)
-    print(f"see {out}/model and {out}/samples.jsonl; for curves: python benchmarks/plot.py {out}")
-    return history
+    save_model(policy, tokenizer, out / "model", args)
+    remove_checkpoints(out)  # the run is finished
+    print(f"see {out}/model and {out}/samples.jsonl")
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def choose_reference(policy, args: Args) -> str:
+    """--ref auto: a live reference saves the time of exchanging all weights, where it fits into 85 % of the GPU."""
+    trains_all = all(weight.requires_grad for weight in policy.parameters())
+    if args.ref != "auto" or args.sync_reference or not trains_all or not torch.cuda.is_available():
+        return args.ref.replace("auto", "swap")
+    memory = step_memory(policy, args.tokens_per_forward)
+    live = memory.optimizer / (6 if args.dtype == "bfloat16" else 3)  # gradients and Adam: three float32 copies
+    ref = "live" if memory.share + live / memory.gpu < 0.85 else "swap"
+    print(f"--ref {ref}: a live reference takes {live / 1e9:.1f} GB")
+    return ref
+
+
+# ---- Flags -----------------------------------------------------------
+
+def resolve(args: Args) -> Args:
+    """Checks the flags, and fills in those that depend on others."""
+    return complete_flags(args, new_tokens=args.max_new_tokens)
+
+
+def describe_run(train_rows: list, eval_rows: list, args: Args) -> dict:
+    """What a resumed run must have in common with its checkpoint. `code` may change, which is told."""
+    run = vars(args) | {"rows": digest_of(train_rows), "held-out rows": digest_of(eval_rows)}
+    models = {flag: vars(args)[flag] for flag in ("model", "ref_model", "reward_model") if vars(args)[flag]}
+    run |= describe_files(models, args.reward)
+    return json.loads(json.dumps(run))  # tuples become lists
 
 
 # ---- Sampling --------------------------------------------------------
@@ -366,95 +439,161 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     logps = torch.zeros(shape, device=core.device)
     entropy = torch.zeros(shape[:2], device=core.device)
     with unsharded(policy):
-        for batch in progress_bar(batches, desc="sample", unit="batch"):
-            if batch:
-                drawn = decode(core, [prompts[i] for i in batch], u[batch].to(core.device), stops, args)
-                places = to_device(batch, core.device)
-                tokens[places], logps[places], entropy[places] = drawn
+        for batch in filter(None, progress_bar(batches, desc="sample", unit="batch")):
+            try:
+                drawn = decode(core, [prompts[i] for i in batch], to_device(u[batch], core.device), stops, args)
+            except torch.OutOfMemoryError as error:
+                raise BadInput("out of memory in a rollout: lower --rollout_tokens") from error
+            places = to_device(batch, core.device)
+            tokens[places], logps[places], entropy[places] = drawn
     tokens, logps, entropy = (all_reduce(tensor).cpu() for tensor in (tokens, logps, entropy))
+
     mask = tokens >= 0
     T = mask.sum(dim=2).max()
-    completions = [[tuple(y[y >= 0].tolist()) for y in ys] for ys in tokens]
+    completions = [[tuple(ids[ids >= 0].tolist()) for ids in rows] for rows in tokens]
     return Samples(
         groups=list(zip(prompts, completions)),
-        texts=[tokenizer.batch_decode(ys, skip_special_tokens=True) for ys in completions],
+        texts=[tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in completions],
         mask=mask[..., :T],
-        ended=torch.tensor([[y[-1] in stops for y in ys] for ys in completions]),
+        ended=torch.tensor([[ids[-1] in stops for ids in rows] for rows in completions]),
         logps=logps[..., :T],
         entropy=entropy,
     )
 
 
-class GrowingLayer(DynamicLayer):
-    """A key-value cache with room for 64 more tokens: torch.cat would copy all of it for each token."""
-    room = None
+class FixedLayer(DynamicLayer):
+    """A key-value cache of the prompts, k times each, with room for all new tokens, which stays at one address: torch.cat
+    would copy all of it for each token, and a CUDA graph could not repeat that. Attention reads the whole room, and the
+    mask hides what is not written yet. `place`, (1,), says where the next token is written."""
+    is_compileable = True  # so transformers does not search the mask for zeros, which would wait for the GPU
+
+    def __init__(self, prompts: DynamicLayer, k: int, n_tokens: int, place: torch.Tensor):
+        super().__init__()
+        self.is_sliding = prompts.is_sliding  # True: the mask also hides what is before the window
+        self.place = place
+        repeated = (tensor.repeat_interleave(k, dim=0) for tensor in (prompts.keys, prompts.values))
+        self.keys, self.values = (F.pad(tensor, (0, 0, 0, n_tokens)) for tensor in repeated)
 
     def update(self, key, value, *args, **kwargs):
-        n = self.get_seq_length()
-        if n == 0:  # the prompts
-            return super().update(key, value, *args, **kwargs)
-        if self.room is None or self.room[0].shape[2] == n:
-            self.room = [F.pad(x, (0, 0, 0, 64)) for x in (self.keys, self.values)]
-        for buffer, new in zip(self.room, (key, value)):
-            buffer[:, :, n:n + 1] = new
-        self.keys, self.values = (buffer[:, :, :n + 1] for buffer in self.room)
+        self.keys.index_copy_(2, self.place, key)
+        self.values.index_copy_(2, self.place, value)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices):
-        super().batch_select_indices(indices)
-        self.room = None
+    def get_seq_length(self):
+        return self.place[0]
+
+    def get_mask_sizes(self, query_length: int):
+        return self.keys.shape[2], 0
 
 
 def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> tuple[torch.Tensor, ...]:
     """Samples of some prompts: tokens (B, k, T), -1 after the end; log-probs (B, k, T), 0 after it; entropy (B, k)."""
     B, k, T = u.shape
     device = core.device
-    stops = torch.tensor(stops, dtype=torch.long, device=device)
-    share = has_shared_prompts(core)
-    ids = pad_sequence([torch.tensor(prompt) for prompt in prompts], True, -1, "left").to(device)  # (B, longest)
+    is_shared = has_shared_prompts(core)
+    is_recorded = can_record(core)
+    ids = [torch.tensor(prompt) for prompt in prompts]
+    ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")  # (B, longest)
+    ids = to_device(ids, device)
     mask = (ids >= 0).long()
     ids = ids.clamp(min=0)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
-    if share:  # encode every prompt once, then copy its keys and values to k rows
+    place = to_device([ids.shape[1]], device)  # of the next token in the cache
+
+    inputs = {}  # of each step, which changes them in place
+    if is_shared:  # encode every prompt once, then copy its keys and values to k rows
         cache = DynamicCache(config=core.config)
-        cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+        cache.activate_past_recording()  # keep keys before the window, too
         out = core(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
                    logits_to_keep=1)
-        cache.batch_repeat_interleave(k)
-        out.logits = out.logits.repeat_interleave(k, 0)
-        mask = mask.repeat_interleave(k, 0)
+        logits = out.logits[:, -1].repeat_interleave(k, dim=0)
+        for i, layer in enumerate(cache.layers):
+            if isinstance(layer, DynamicLayer):  # others hold nothing
+                cache.layers[i] = FixedLayer(layer, k, T, place)
+        inputs["attention_mask"] = F.pad(mask, (0, T), value=1).repeat_interleave(k, dim=0)
     else:
-        out = core(input_ids=ids.repeat_interleave(k, 0), use_cache=True)
-    logits = out.logits[:, -1]
-    positions = positions[:, -1:].repeat_interleave(k, 0)
+        out = core(input_ids=ids.repeat_interleave(k, dim=0), use_cache=True)
+        logits = out.logits[:, -1]
+    inputs["position_ids"] = positions[:, -1:].repeat_interleave(k, dim=0)
+    inputs["input_ids"] = torch.zeros_like(inputs["position_ids"])
     cache = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
 
     u = u.flatten(0, 1)  # (B · k, T), as all that follows
+    stops = to_device(torch.tensor(stops, dtype=torch.long), device)
     tokens = torch.full((B * k, T), -1, device=device)
     logps, entropies = torch.zeros(2, B * k, T, device=device)
     rows = torch.arange(B * k, device=device)  # the samples in the rows of the cache
     alive = rows >= 0
-    for t in range(T):
+    t = torch.zeros(1, dtype=torch.long, device=device)
+
+    def sample(logits):
+        """Draws token t of all rows. As `step`, it changes tensors in place, so that a CUDA graph can repeat it."""
         token, logp, entropy = draw(logits, u[rows, t], args.temperature)
         tokens[rows, t] = torch.where(alive, token, -1)
         logps[rows, t] = torch.where(alive, logp, 0.0)
         entropies[rows, t] = torch.where(alive, entropy, 0.0)
-        alive = alive & ~torch.isin(token, stops)
-        unfinished = alive.sum().item()  # waits for the GPU
-        if not unfinished or t == T - 1:
-            break
-        if share and unfinished <= 0.75 * len(rows):  # together: each removal copies the cache
-            stay = alive.nonzero()[:, 0]
-            cache["past_key_values"].batch_select_indices(stay)
-            rows, mask, positions, token, alive = (x[stay] for x in (rows, mask, positions, token, alive))
-        positions = positions + 1
-        inputs = {"input_ids": token[:, None], "position_ids": positions}
-        if share:
-            mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-            inputs["attention_mask"] = mask
-        logits = core(**inputs, **cache, use_cache=True).logits[:, -1]
+        alive.logical_and_((token[:, None] != stops).all(dim=1))
+        inputs["input_ids"].copy_(token[:, None])
+        inputs["position_ids"].add_(1)
+        t.add_(1)
 
+    def step():
+        logits = core(**inputs, **cache, use_cache=True).logits[:, -1]
+        place.add_(1)
+        sample(logits)
+
+    sample(logits)
+    interval, enough = (16, 0.5) if is_recorded else (1, 0.75)
+    replay = None
+    for n in range(T - 1):
+        if n % interval == 0:
+            unfinished = alive.sum().item()  # waits for the GPU
+            if not unfinished:
+                break
+            if is_shared and unfinished <= enough * len(rows):  # together: each removal copies the cache
+                stay = alive.nonzero()[:, 0]
+                cache["past_key_values"].batch_select_indices(stay)
+                inputs = {name: tensor[stay] for name, tensor in inputs.items()}
+                rows, alive = rows[stay], alive[stay]
+                replay = None
+
+        if replay:
+            replay()
+        elif is_recorded:
+            replay = record(core, step)
+        else:
+            step()
     return tokens.view(B, k, T), logps.view(B, k, T), entropies.sum(dim=1).view(B, k)
+
+
+def can_record(core) -> bool:
+    """Whether steps of decoding are recorded as a CUDA graph."""
+    return has_shared_prompts(core) and core.device.type == "cuda" and core not in EAGER
+
+
+def record(core, step: Callable) -> Callable:
+    """Runs a step, and records it as a CUDA graph: one launch instead of a thousand. Returns what repeats it: the graph,
+    or the step itself if that waits for the GPU, as in some mixtures of experts, or cannot be recorded."""
+    stream = torch.cuda.current_stream()
+    has_run = False
+    try:
+        torch.cuda.set_sync_debug_mode("error")  # what waits raises: in the forward, which can be repeated
+        step()
+        has_run = True
+        torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        return graph.replay
+    except RuntimeError as error:
+        EAGER.add(core)
+        print(f"decoding uses no CUDA graph: {one_line(error)}")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.set_stream(stream)  # a failed recording leaves its own
+    if not has_run:
+        step()
+    return step
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.Tensor, ...]:
@@ -469,60 +608,37 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.
 
 
 def check_sampler(policy, tokenizer, args: Args):
-    """Log-probs with a key-value cache must be those without."""
-    args = replace(args, max_new_tokens=8)
+    """Log-probs with a key-value cache must be those without. A CUDA graph is used only if its are: on a GPU the samples
+    are so long that it is replayed."""
+    core = unwrap_model(policy)
+    args = replace(args, max_new_tokens=24 if can_record(core) else 8)
     ids = torch.linspace(1, policy.config.get_text_config().vocab_size - 1, 13).long().tolist()
     samples = rollout(policy, tokenizer, [tuple(ids[:8]), tuple(ids[8:])], 2, 0, args)
     with torch.no_grad():
         logp = token_logprobs(policy, samples.groups, samples.mask.shape[2], args).sum(dim=2).cpu()
+
     difference = ((samples.logps.sum(dim=2) - logp).abs() / samples.mask.sum(dim=2)).max()  # nats per token
-    if not difference < (5e-2 if args.dtype == "bfloat16" else 1e-3):
-        raise BadInput(f"{args.model}: a key-value cache changes log-probs by {difference:.2g} nats per token")
+    if difference < (5e-2 if args.dtype == "bfloat16" else 1e-3):
+        return
+    problem = f"changes log-probs by {difference:.2g} nats per token"
+    if not can_record(core):
+        raise BadInput(f"{args.model}: a key-value cache {problem}")
+    EAGER.add(core)
+    print(f"decoding uses no CUDA graph: it {problem}")
+    check_sampler(policy, tokenizer, args)
+
+
+@torch.no_grad()
+def rollout_memory(policy, args: Args) -> float:
+    """Bytes of the GPU that a rollout takes at most: its key-value cache, and the probabilities of `draw`."""
+    core = unwrap_model(policy)
+    cache = core(torch.ones(1, 64, dtype=torch.long, device=core.device), use_cache=True).past_key_values
+    per_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None) / 64
+    per_row = 28 * core.config.get_text_config().vocab_size  # in `draw`: two numbers in float64, three in float32
+    return args.rollout_tokens * (per_token + per_row / args.max_new_tokens)
 
 
 # ---- Rewards ---------------------------------------------------------
-
-def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -> tuple[torch.Tensor, dict]:
-    """The weighted sum of the rewards, (B, k), or NaN; and the mean of each."""
-    rank, ranks = processes()
-    own = slice(len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks)  # of this process
-    k = samples.mask.shape[1]
-    repeated = [row.columns for row in rows[own] for _ in range(k)]
-    names = {name for row in rows for name in row.columns}
-    inputs = {name: [columns.get(name) for columns in repeated] for name in names}
-    inputs["prompts"] = inputs.pop("prompt")
-    inputs["completions"] = [text for texts in samples.texts[own] for text in texts]
-    inputs["completion_ids"] = [list(y) for _, ys in samples.groups[own] for y in ys]
-    inputs["ended"] = samples.ended[own].flatten().tolist()
-    if not isinstance(rows[0].columns["prompt"], str):
-        inputs["completions"] = [[{"role": "assistant", "content": text}] for text in inputs["completions"]]
-    all_values = []
-    means = {}
-    for name, function, weight in functions:
-        values = function(**deepcopy(inputs)) if repeated else []  # a function may change its arguments
-        if len(values) != len(repeated):
-            raise BadInput(f"{name} gave {len(values)} rewards for {len(repeated)} completions")
-        values = [math.nan if value is None else float(value) for value in values]
-        values = torch.tensor([value for part in all_gather(values) for value in part])  # (B · k,)
-        if values.isinf().any():
-            raise BadInput(f"{name} gave an infinite reward: None would leave a completion out")
-        means[f"rewards/{name}"] = values.nanmean().item()
-        all_values.append(weight * values)
-    all_values = torch.stack(all_values)
-    has_reward = ~all_values.isnan().all(dim=0)
-    if not has_reward.any():
-        raise BadInput("no completion of a step has a reward")
-    return torch.where(has_reward, all_values.nansum(dim=0), math.nan).view(-1, k), means
-
-
-def log_samples(out: Path, step: int, held_out: bool, samples: Samples, rows: list[Row], rewards: torch.Tensor):
-    lines = []
-    for row, texts, row_rewards in zip(rows, samples.texts, rewards.tolist()):
-        for text, reward in zip(texts, row_rewards):
-            line = dict(step=step, held_out=held_out, prompt=row.columns["prompt"], completion=text)
-            lines.append(line | {"reward": None if math.isnan(reward) else reward})
-    append(out / "samples.jsonl", lines)
-
 
 def load_rewards(device: str, args: Args) -> list[tuple]:
     """[(name, function, weight), ..]"""
@@ -538,8 +654,60 @@ def load_rewards(device: str, args: Args) -> list[tuple]:
     return list(zip(names, functions, args.reward_weights or [1.0] * len(names), strict=True))
 
 
+def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -> tuple[torch.Tensor, dict]:
+    """The weighted sum of the rewards, (B, k), or NaN; and the mean of each. Each process computes those of its rows."""
+    rank, ranks = process_rank(), process_count()
+    own = slice(len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks)
+    k = samples.mask.shape[1]
+    columns = [row.columns for row in rows[own] for _ in range(k)]  # one per sample
+    names = {name for row in rows for name in row.columns}
+
+    inputs = {name: [column.get(name) for column in columns] for name in names}
+    inputs["prompts"] = inputs.pop("prompt")
+    inputs["completions"] = list(chain(*samples.texts[own]))
+    inputs["completion_ids"] = [list(ids) for _, completions in samples.groups[own] for ids in completions]
+    inputs["ended"] = samples.ended[own].flatten().tolist()
+    if not isinstance(rows[0].columns["prompt"], str):
+        inputs["completions"] = [[{"role": "assistant", "content": text}] for text in inputs["completions"]]
+
+    all_values = []
+    means = {}
+    for name, function, weight in functions:
+        values = []
+        if columns:
+            values = call_function(name, function, len(columns), **inputs)
+        values = torch.tensor(list(chain(*all_gather(values))))  # (B · k,)
+        if values.isinf().any():
+            raise BadInput(f"{name} gave an infinite reward: None would leave a completion out")
+        means[f"rewards/{name}"] = values.nanmean().item()
+        all_values.append(weight * values)
+
+    all_values = torch.stack(all_values)
+    has_reward = ~all_values.isnan().all(dim=0)
+    if not has_reward.any():
+        raise BadInput("no completion of a step has a reward")
+    return torch.where(has_reward, all_values.nansum(dim=0), math.nan).view(-1, k), means
+
+
+def log_samples(out: Path, step: int, held_out: bool, samples: Samples, rows: list[Row], rewards: torch.Tensor):
+    """Adds lines to samples.jsonl. After an evaluation, prints three answers beside those before training."""
+    lines = []
+    for row, texts, scores in zip(rows, samples.texts, rewards.tolist()):
+        for text, score in zip(texts, scores):
+            lines.append(dict(step=step, held_out=held_out, prompt=row.columns["prompt"], completion=text,
+                              reward=None if math.isnan(score) else score))
+    append(out / "samples.jsonl", lines)
+
+    if held_out and step and is_first_process():
+        tqdm.write("Held-out prompts, each with its answer before and now:")
+        with open(out / "samples.jsonl") as file:
+            for now, before in zip(lines[:3], map(json.loads, file)):
+                for text in (now["prompt"], before["completion"], now["completion"]):
+                    tqdm.write(repr(text)[:shutil.get_terminal_size().columns])
+
+
 class RewardModel:
-    """A classifier as a reward function. Between calls it is on the CPU."""
+    """A classifier as a reward function. Its weights wait on the host, pinned; a call copies them to the GPU."""
 
     def __init__(self, name: str, device: str, args: Args):
         self.device = device
@@ -548,6 +716,10 @@ class RewardModel:
         self.model = load_checkpoint(AutoModelForSequenceClassification, name)
         if self.model.config.num_labels != 1:
             raise BadInput(f"{name} has {self.model.config.num_labels} outputs instead of 1")
+        self.weights = dict(chain(self.model.named_parameters(), self.model.named_buffers()))
+        if device == "cuda":
+            for weight in self.weights.values():
+                weight.data = weight.data.pin_memory()
 
     @torch.no_grad()
     def __call__(self, prompts, completions, ended, **columns) -> list[float]:
@@ -557,22 +729,24 @@ class RewardModel:
             if isinstance(prompt, str):
                 completion += mark
             else:
-                completion = [completion[0] | {"content": completion[0]["content"] + mark}]
-            text = render(self.tokenizer, prompt, [completion], self.args, {})[1]
+                completion[0]["content"] += mark
+            text = render(self.tokenizer, prompt, [completion], self.args, {}, Counter())[1]
             texts.append(text.partition("\uffff")[0])
+
         rows = [torch.tensor(ids) for ids in tokenize(self.tokenizer, texts, add_bos=isinstance(prompts[0], str))]
         if max(map(len, rows)) > context_length(self.model.config):
-            raise BadInput("too long for the reward model")
+            raise BadInput("a sample is too long for the reward model")
         pad = self.model.config.pad_token_id  # the model finds a row's end by it
         budget = 0 if pad is None else self.args.tokens_per_forward  # 0: each row alone
+
         scores = torch.zeros(len(rows))
-        self.model.to(self.device)
+        weights = {name: weight.to(self.device, non_blocking=True) for name, weight in self.weights.items()}
         for batch in pack([len(row) for row in rows], budget, [1] * len(rows)):
-            ids = pad_sequence([rows[i] for i in batch], True, pad or 0).to(self.device)
-            mask = pad_sequence([torch.ones_like(rows[i]) for i in batch], True).to(self.device)
-            scores[batch] = self.model(input_ids=ids, attention_mask=mask).logits[:, 0].float().cpu()
-        self.model.to("cpu")
-        torch.cuda.empty_cache()
+            ids = pad_sequence([rows[i] for i in batch], batch_first=True, padding_value=-1)
+            ids = to_device(ids, self.device)
+            inputs = dict(input_ids=ids.where(ids >= 0, pad or 0), attention_mask=(ids >= 0).long())
+            logits = torch.func.functional_call(self.model, weights, kwargs=inputs).logits
+            scores[batch] = logits[:, 0].float().cpu()
         return scores.tolist()
 
 
@@ -582,111 +756,135 @@ COLUMNS = 'prompt, as a string or a list of {"role", "content"}'
 
 
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
-    return [Row(prompt, columns) for prompt, _, _, columns in encode(tokenizer, source, lambda row: [], args)]
+    return [Row(prompt, columns) for prompt, _, _, columns in encode(tokenizer, source, lambda columns: [], args)]
 
+
+# ======================================================================
+# The algorithm ends here. What follows reads data, loads models and keeps the files of a run. It is the same text in
+# dpo.py, kto.py and rloo.py, so that each script is whole: in your fork it is yours, change what you need.
+# ======================================================================
 
 # ---- Data: the same in dpo.py, kto.py and rloo.py --------------------
 
 def load_data(tokenizer, args) -> tuple[list, list]:
-    """Rows to train on, and held-out rows: of --eval_data, or all rows of some prompts."""
+    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
     rows = load_rows(args.data, tokenizer, args)
     if args.eval_data:
-        return rows, load_rows(args.eval_data, tokenizer, args)
-    prompts = sorted({row.prompt for row in rows})
-    order = generator(0, "hold_out").permutation(len(prompts))
-    held_out = {prompts[i] for i in order[:min(args.eval_size, len(prompts) // 10)]}
-    return [row for row in rows if row.prompt not in held_out], [row for row in rows if row.prompt in held_out]
+        eval_rows = load_rows(args.eval_data, tokenizer, args)
+        shared = {row.whole_prompt for row in rows} & {row.whole_prompt for row in eval_rows}
+        if shared:
+            print(f"{len(shared)} held-out prompts are trained on, too")
+    else:
+        prompts = sorted({row.whole_prompt for row in rows})
+        order = generator(0, "hold_out").permutation(len(prompts))  # --seed changes nothing here
+        held_out = {prompts[i] for i in order[:min(args.eval_size, len(prompts) // 10)]}
+        eval_rows = [row for row in rows if row.whole_prompt in held_out]
+        rows = [row for row in rows if row.whole_prompt not in held_out]
+
+    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out" + ": nothing is evaluated" * (not eval_rows))
+    return rows, eval_rows
 
 
 def read_rows(source: str) -> list:
-    """The rows of a file (of JSON Lines the lines), or of a hub dataset NAME[:SPLIT]."""
-    match Path(source).suffix:
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. Of JSON Lines it returns the lines."""
+    open_file = gzip.open if source.endswith(".gz") else open
+    match Path(source.removesuffix(".gz")).suffix:
         case ".jsonl" | ".json":
-            text = Path(source).read_text(encoding="utf-8-sig")
+            text = open_file(source, "rt", encoding="utf-8-sig").read()
             return json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
         case ".csv":
-            return list(csv.DictReader(open(source, encoding="utf-8-sig", newline="")))
+            return list(csv.DictReader(open_file(source, "rt", encoding="utf-8-sig", newline="")))
         case ".parquet":
             import pyarrow.parquet
             return pyarrow.parquet.read_table(source).to_pylist()
         case _:
             import datasets
-            name, _, split = source.partition(":")
-            return list(datasets.load_dataset(name, split=split or "train"))
+            name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
+            split = config.pop() if config else "train"
+            return list(datasets.load_dataset(name, *config, split=split))
 
 
-def encode(tokenizer, source: str, answers_of: Callable, args) -> Iterator[tuple]:
-    """Tokenizes a file: prompt ids, [ids of prompt + answer, ..], [where the answer begins, ..], columns.
-    Drops rows that cannot be trained on, and counts them."""
+def encode(tokenizer, source: str, answers_of: Callable, args):
+    """Reads and tokenizes a file. Yields for each row the ids of the prompt, the ids of prompt + answer for each
+    answer, the place where each answer begins, and the columns. Rows that cannot be trained on are dropped and counted.
+    """
     try:
         file_rows = read_rows(source)
     except Exception as error:
-        raise BadInput(f"{source}: no .jsonl .json .csv .parquet (needs pyarrow) or hub data (needs datasets): {error}")
-    rows = []
+        raise BadInput(f"{source}: no .jsonl[.gz] .json .csv .parquet (needs pyarrow) or hub data (needs datasets): "
+                       f"{error}") from None
+
+    counts = Counter(rows=0)
     kinds = set()
-    counts = Counter()
-    for number, row in enumerate(file_rows, 1):
+    n_kept = 0
+    ints = {}  # one object for equal ids: 8 bytes per token instead of 40
+    for number, row in enumerate(progress_bar(file_rows, desc="tokenize"), 1):
         if isinstance(row, str) and not row.strip():
-            continue
+            continue  # an empty line
+
         columns = {}
         try:
             columns = dict(json.loads(row) if isinstance(row, str) else row)
             if None in columns:
                 raise ValueError("more cells than the header")
-            prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), args.as_chat, counts)
-            texts = render(tokenizer, prompt, answers, args, columns)
-            rows.append((restore_prompt(texts, answers, tokenizer.eos_token, counts), columns | {"prompt": prompt}))
+
+            prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), counts)
             kinds.add((type(prompt), columns.get("prompt") is None))
             if len(kinds) > 1:
-                raise ValueError("unlike the rows before: strings, messages, or no prompt")
+                raise ValueError("unlike the rows before: text, messages, or no prompt")
+
+            texts = render(tokenizer, prompt, answers, args, columns, counts)
+            all_ids = tokenize(tokenizer, texts, add_bos=isinstance(prompt, str))
         except Exception as error:
             if isinstance(error, (LookupError, TypeError, AttributeError)):
                 error = f"expected {COLUMNS}"
-            raise BadInput(f"{source}:{number}: {error}; found {', '.join(map(str, columns))}: {str(row)[:200]}")
-    if not rows:
-        raise BadInput(f"{source} holds no rows")
-    kind, lacks_prompt = kinds.pop()
-    if kind is str and tokenizer.chat_template and not lacks_prompt:
-        print(f"{source}: strings are trained without the model's chat template; --as_chat applies it")
+            found = f"found {', '.join(map(str, columns))[:200]}: {str(row)[:200]}"
+            raise BadInput(f"{source}:{number}: {error}; {found}") from None
 
-    kept = 0
-    lengths = []
-    same = {}  # one object for equal ids: 8 bytes per token instead of 40
-    all_ids = tokenize(tokenizer, [text for texts, _ in rows for text in texts], add_bos=kind is str)
-    for texts, columns in rows:
-        prompt, *sequences = [tuple(same.setdefault(i, i) for i in next(all_ids)) for _ in texts]
-        begins = [len(os.path.commonprefix([prompt, ids])) for ids in sequences]  # a token may span the prompt's end
-        answers = [ids[begin:] for ids, begin in zip(sequences, begins)]
-        short = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers if len(ids) < 20]
-        length = max(map(len, [prompt, *sequences]))
-        if not min(begins, default=len(prompt)) or not all(text.strip() for text in short):
+        # An answer begins where the ids first differ, and not at len(prompt): a token may span the end of the prompt.
+        prompt_ids, *sequences = [tuple(ints.setdefault(i, i) for i in ids) for ids in all_ids]
+        begins = [len(os.path.commonprefix([prompt_ids, ids])) for ids in sequences]
+        words = [tokenizer.decode(ids[i:], skip_special_tokens=True).strip() for ids, i in zip(sequences, begins)]
+
+        counts["rows"] += 1
+        if not prompt_ids or 0 in begins or not all(words):
             counts["dropped: empty, or no prompt and no common beginning"] += 1
         elif len(set(sequences)) < len(sequences):
             counts["dropped: equal answers"] += 1
-        elif length > args.max_length:
+        elif max(map(len, (prompt_ids, *sequences))) > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
-            lengths.append(length)
         else:
-            kept += 1
-            lengths.append(length)
-            yield prompt, sequences, begins, columns
-    next(all_ids, None)  # ends its progress bar
-    notes = [f"{count} {note}" for note, count in counts.items() if count]
-    print(f"{source}: {kept} of {len(rows)} rows", *notes, sep="; ")
-    if 2 * kept < len(rows):
-        if 2 * len(lengths) >= len(rows):
-            enough = np.quantile(lengths, 0.95, method="inverted_cdf")
-            notes.append(f"--max_length {enough} keeps 95 %, if the model allows it")
-        raise BadInput(f"{source}: too few rows ({', '.join(notes)})")
+            n_kept += 1
+            yield prompt_ids, sequences, begins, columns | {"prompt": prompt}
+
+    found = "; ".join(f"{count} {note}" for note, count in counts.items())
+    print(f"{source}: {n_kept} of {found}")
+    if n_kept < max(1, counts["rows"] / 2):
+        raise BadInput(f"{source}: too few rows, {n_kept} of {found}")
+    if kinds.pop()[0] is str and tokenizer.chat_template:
+        print(f"{source}: strings are trained without the model's chat template; demo/prepare_chat.py makes messages")
 
 
-def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple[str | list, list]:
+def tokenize(tokenizer, texts: list[str], add_bos: bool) -> list[list[int]]:
+    """Token ids of each text. With add_bos they begin with the tokenizer's BOS, once."""
+    bos = bos_of(tokenizer) if add_bos else []
+    all_ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+    return [ids if ids[:len(bos)] == bos else bos + ids for ids in all_ids]
+
+
+@lru_cache
+def bos_of(tokenizer) -> list[int]:
+    plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
+    return full[:full.index(plain[0])]
+
+
+def split_prompt(prompt, answers: list, counts: Counter) -> tuple[str | list, list]:
     """Prompt and answers as strings or messages. A prompt of None becomes what the answers have in common."""
+    key = """['"](role|content)['"]:"""
     for text in (prompt, *answers):
-        if isinstance(text, str) and re.match(r"""(?s)\s*\[?\{.*['"]role['"]:""", text) and "content" in text:
+        if isinstance(text, str) and re.match(rf"(?s)\s*\[?{{{key}.*{key}", text):
             raise ValueError("messages written as a string")
-    if as_chat and (prompt is None or "\n\nHuman:" in prompt) and isinstance(prompt or answers[0], str):
-        raise ValueError("--as_chat needs a prompt of one turn (Anthropic's HH: demo/prepare_hh.py)")
+
     if prompt is None:
         if len(answers) < 2:
             raise KeyError("prompt")
@@ -697,65 +895,59 @@ def split_prompt(prompt, answers: list, as_chat: bool, counts: Counter) -> tuple
         answers = [answer[len(prompt):] for answer in answers]
     if isinstance(prompt, str) and answers and not isinstance(answers[0], str):
         prompt = [{"role": "user", "content": prompt}]
-    is_short = isinstance(prompt, str) and len(prompt) <= 20  # an answer may begin with the same word
+
+    # Answers that repeat the prompt lose it. A short prompt stays: an answer may begin with the same word.
+    is_short = isinstance(prompt, str) and len(prompt) <= 20
     if answers and not is_short and all(answer[:len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt):] for answer in answers]
         counts["with answers that repeat the prompt"] += 1
-    roles = {message["role"] for answer in answers if isinstance(answer, list) for message in answer[:1] + answer[-1:]}
-    if roles & {"user", "system"}:
-        raise ValueError("an answer begins or ends with a user or system message")
-    if as_chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt.strip()}]
-        answers = [[{"role": "assistant", "content": answer.strip()}] for answer in answers]
+
+    for answer in answers:
+        ends = answer[:1] + answer[-1:] if isinstance(answer, list) else []
+        if any(message["role"] in ("user", "system") for message in ends):
+            raise ValueError("an answer begins or ends with a user or system message")
+        if ends and prompt[-1]["role"] == "assistant":
+            raise ValueError("the prompt ends with a begun answer")
     return prompt, answers
 
 
-def render(tokenizer, prompt, answers: list, args, columns: dict) -> list[str]:
+def render(tokenizer, prompt, answers: list, args, columns: dict, counts: Counter) -> list[str]:
     """The text of the prompt, and of prompt + each answer. Strings end with EOS, chats as their template says."""
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
         if answers and eos is None:
             raise ValueError("the tokenizer has no EOS token")
         return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
+
     options = {"tokenize": False, "tools": columns.get("tools"), **json.loads(args.chat_template_kwargs)}
     options |= columns.get("chat_template_kwargs") or {}
+    apply = partial(tokenizer.apply_chat_template, **options)
     ending = "continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"
-    texts = [tokenizer.apply_chat_template(prompt, **{ending: True}, **options)]
+    texts = [apply(prompt, **{ending: True})]
+    if not all(str(message.get("content") or "").strip() in texts[0] for message in prompt):
+        counts["whose template changes a message of the prompt"] += 1
+
     for answer in answers:
-        before = prompt
-        if answer and before[-1]["role"] == answer[0]["role"] == "assistant":  # one message, not two
-            answer = [answer[0] | {"content": before[-1]["content"] + answer[0]["content"]}, *answer[1:]]
-            before = before[:-1]
-        texts.append(tokenizer.apply_chat_template(before + answer, **options))
-    return texts
-
-
-def restore_prompt(texts: list[str], answers: list, eos: str, counts: Counter) -> list[str]:
-    """The texts with the prompt that a model samples after: some templates, as Mistral's, render another before an
-    answer. What follows it begins at the last place where the answer's words stand."""
-    restored = texts[:1]
-    for text, answer in zip(texts[1:], answers):
-        if not text.startswith(texts[0]):
-            start = len(text.rpartition(eos)[0] or text)
-            for message in reversed(answer):
-                start = text.rfind(message["content"].strip(), 0, start)
-                if start < 0:
-                    raise ValueError("the chat template leaves out words of the answer")
+        text = apply(prompt + answer)
+        if not text.startswith(texts[0]):  # some templates, as Mistral's, render another prompt before an answer
+            start = find_answer(apply, prompt, answer)
             if text[:start].endswith(" ") and not texts[0].endswith(" "):
                 start -= 1  # Mistral's space before an answer
             text = texts[0] + text[start:]
-        restored.append(text)
-    counts["whose prompt reads differently before an answer"] += restored != texts
-    return restored
+            counts["answers before which the template changes the prompt"] += 1
+        texts.append(text)
+    return texts
 
 
-def tokenize(tokenizer, texts: list[str], add_bos: bool) -> Iterator[list[int]]:
-    """Token ids of each text, with the tokenizer's BOS unless it is there already."""
-    plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
-    bos = full[:full.index(plain[0])] if add_bos else []
-    for start in progress_bar(range(0, len(texts), 1024), desc="tokenize", unit="batch"):
-        for ids in tokenizer(texts[start:start + 1024], add_special_tokens=False, verbose=False).input_ids:
-            yield ids if ids[:len(bos)] == bos else bos + ids
+def find_answer(apply: Callable, prompt: list[dict], answer: list[dict]) -> int:
+    """Where the answer's words begin in the text of prompt + answer: where a mark before them is rendered."""
+    if set().union(*answer) != {"role", "content"}:
+        raise ValueError("the template changes the prompt before an answer that is not only role and content")
+    mark = "\uffff"  # is in no text
+    start = apply([*prompt, answer[0] | {"content": mark + answer[0]["content"]}, *answer[1:]]).find(mark)
+    if start < 0:
+        raise ValueError("the chat template leaves out words of the answer")
+    return start
 
 
 # ---- Models: the same in dpo.py, kto.py and rloo.py ------------------
@@ -767,7 +959,7 @@ def base_of(name: str) -> str:
 
 
 def load_tokenizer(name: str, ref_name: str | None = None):
-    """Of a checkpoint or its base. Refuses a reference with another one."""
+    """The tokenizer of a checkpoint, or of the base of an adapter. A reference with another one is refused."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
@@ -782,24 +974,27 @@ def stop_tokens(core, tokenizer) -> list[int]:
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
-    """The policy if it `trains`, else a frozen reference in the dtype of forwards. In eval mode: dropout would be noise
-    in every log-ratio."""
+    """The policy if it `trains`, else a frozen reference in the dtype of forward passes. It is in eval mode: dropout
+    would be noise in every log-ratio."""
     base = base_of(name)
     trains_all = trains and base == name and not args.lora_r
-    model = load_checkpoint(AutoModelForCausalLM, base, "auto" if trains_all else args.dtype)
+    model = load_checkpoint(AutoModelForCausalLM, base, dtype="auto" if trains_all else args.dtype)
     model.requires_grad_(trains_all)
-    for target in args.lora_target.split(","):
-        if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules()):
-            raise BadInput(f"--lora_target {target}: {base} has no such layer")
     if base != name or (trains and args.lora_r):
         model = add_adapter(model, name if base != name else None, trains, args)
-    if processes()[1] > 1 or (trains and args.dtype == "bfloat16"):
+
+    if process_count() > 1 or (trains and args.dtype == "bfloat16"):
         shard(model, device, args.dtype)
     model.eval().to(device)
     if trains_all:
-        model.float()
+        model.float()  # after shard: no process holds the whole model in float32
     enable_shared_prompts(model)
-    is_large = trains and device == "cuda" and memory_share(model, args.tokens_per_forward) > 0.85
+
+    is_large = False
+    if trains and device == "cuda":
+        memory = step_memory(model, args.tokens_per_forward)
+        print(memory)
+        is_large = memory.share > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():
@@ -809,6 +1004,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
 
 def load_checkpoint(kind, name: str, dtype: str = "auto"):
+    """A model of a transformers class. Refuses a checkpoint that lacks weights, which would stay random."""
     name = os.path.abspath(name) if Path(name).is_dir() else name  # an adapter's config stores it
     model, info = kind.from_pretrained(name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
@@ -824,8 +1020,9 @@ def add_adapter(model, folder: str | None, trains: bool, args):
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
                                  target_modules=target)
         return peft.get_peft_model(model, config)
+
     config = peft.PeftConfig.from_pretrained(folder)
-    if config.is_prompt_learning or vars(config).get("alora_invocation_tokens"):
+    if config.is_prompt_learning or config.is_adaption_prompt or vars(config).get("alora_invocation_tokens"):
         raise BadInput(f"{folder} changes more than weights: merge it, or choose another")
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
@@ -843,39 +1040,72 @@ def load_reference(policy, device: str, args):
     return Swap(policy, None if args.ref_model == args.model else load_model(args.ref_model, "cpu", args))
 
 
-@lru_cache
 def load_function(spec: str) -> Callable:
+    """The function that FILE.py:FUNCTION names, from the file as it is now."""
     file, _, name = spec.partition(":")
     sys.path.insert(0, str(Path(file).resolve().parent))  # for its own imports
-    functions = runpy.run_path(file)  # unlike import, it allows two files of one name
-    if name not in functions:
+    function = runpy.run_path(file).get(name)  # unlike import, it allows two files of one name
+    if not callable(function):
         raise BadInput(f"{spec}: no such function, expected FILE.py:FUNCTION")
-    return functions[name]
+    return function
+
+
+def call_function(spec: str, function: Callable, n: int, **columns) -> list[float]:
+    """What a user's reward or score returns for n completions: a number each, NaN for None. A coroutine is awaited.
+    What the function itself raises keeps its traceback."""
+    values = function(**deepcopy(columns))  # it may change its arguments
+    if asyncio.iscoroutine(values):
+        values = asyncio.run(values)
+
+    try:
+        numbers = [math.nan if value is None else float(value) for value in values]
+    except (TypeError, ValueError):
+        numbers = []
+    if len(numbers) != n:
+        raise BadInput(f"{spec} returned {str(values)[:99]}: expected a list of {n} numbers or None")
+    return numbers
 
 
 # ---- Flags: the same in dpo.py, kto.py and rloo.py -------------------
 
-def resolve(args, new_tokens: int = 0):
-    """Checks and completes the flags. new_tokens: sampled after each row."""
-    if args.model is None and args.data is None and (HERE / "demo").exists():
-        args = replace(args, **{name: value for name, value in DEMO.items() if vars(args)[name] in (None, ())})
+def complete_flags(args, new_tokens: int = 0):
+    """Checks the flags that the scripts share, and fills in those that depend on others. new_tokens: how many are
+    sampled after each row."""
+    has_demo = (HERE / "demo").exists()
+    if args.model is None and args.data is None and has_demo:
+        args = replace(args, **{flag: value for flag, value in DEMO.items() if vars(args)[flag] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
-        raise BadInput("give both --model and --data, or neither for the demo")
-    moves = [flag for flag in ("sync_reference", "humanline") if vars(args).get(flag)]
-    if len(moves) > 1 or (moves and args.ref != "swap"):
-        raise BadInput("--sync_reference or --humanline, which syncs every step, needs --ref swap")
-    if args.lora_r and base_of(args.model) != args.model:
-        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+        raise BadInput("give both --model and --data" + ", or neither for the demo" * has_demo)
+
+    # Values that no run can have.
+    for flag, kind in type(args).__annotations__.items():
+        value = vars(args)[flag]
+        if get_origin(kind) is Literal and value not in get_args(kind):
+            raise BadInput(f"--{flag} {value}: choose one of {', '.join(get_args(kind))}")
+        if value is not None and flag in SMALLEST and not value >= SMALLEST[flag]:  # `not >=` also catches NaN
+            raise BadInput(f"--{flag} {value}: must be at least {SMALLEST[flag]}")
+
+    # Flags that contradict each other or the model.
+    if args.sync_reference and args.ref not in ("swap", "auto"):
+        raise BadInput("--sync_reference needs --ref swap")
     if args.lora_target != "all-linear" and not args.lora_r:
         raise BadInput("--lora_target needs --lora_r")
+    base = base_of(args.model)
+    if args.lora_r and base != args.model:
+        raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
+
+    # What depends on other flags and on the model.
     if args.dtype == "auto":
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
-    context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
-    if args.max_new_tokens >= context:
-        raise BadInput(f"--max_new_tokens {args.max_new_tokens} leaves no room for a prompt in a context of {context}")
-    return replace(args, max_length=min(args.max_length, context - new_tokens), ref_model=args.ref_model or args.model,
-                   lr=1e-6 if args.lr is None else args.lr)
+    if args.lr is None:
+        args = replace(args, lr=1e-5 if args.lora_r or base != args.model else 1e-6)
+    if args.out is None:
+        name = f"out/{Path(__file__).stem}"
+        folders = [name] + [f"{name}-{n}" for n in range(2, 1000)]
+        args = replace(args, out=next(folder for folder in folders if not Path(folder, "model").exists()))
+    room = context_length(AutoConfig.from_pretrained(base)) - new_tokens
+    return replace(args, ref_model=args.ref_model or args.model, max_length=min(args.max_length, room))
 
 
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
@@ -905,6 +1135,7 @@ def learning_rate(step: int, steps: int, args) -> float:
     warmup_steps = round(args.warmup * steps) if args.warmup < 1 else args.warmup
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
+
     remaining = (steps - step + 1) / (steps - warmup_steps)
     cosine = 0.5 - 0.5 * math.cos(math.pi * remaining)
     return args.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[args.schedule]
@@ -912,31 +1143,36 @@ def learning_rate(step: int, steps: int, args) -> float:
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
 
-def lock_folder(out: Path) -> FileLock:
-    """Creates and locks the output folder."""
-    out.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def lock_folder(out: Path):
+    """Creates the folder of a run, and locks it until the run ends in any way."""
     if (out / "model").exists():
         raise BadInput(f"{out} holds a finished run: name another --out")
+    out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / ".lock", timeout=0)
-    if processes()[0] == 0:
-        try:
+    try:
+        if is_first_process():
             lock.acquire()
-        except Timeout:
-            raise BadInput(f"another run writes into {out}: name another --out") from None
-    return lock
+        yield
+    except Timeout:
+        raise BadInput(f"another run writes into {out}: name another --out") from None
+    finally:
+        lock.release()
 
 
-def describe_run(train_rows: list, eval_rows: list, functions, args) -> dict:
-    """Flags, versions, and digests of all that a run reads."""
-    run = asdict(args) | {"torch": torch.__version__, "transformers": transformers.__version__}
-    models = {args.model, args.ref_model, vars(args).get("reward_model")} - {None}
-    run["weights"] = {name: checkpoint_digest(name) for name in models}
-    run["functions"] = {spec: digest_of([Path(spec.partition(":")[0]).read_bytes()]) for spec in functions if spec}
-    run["rows"] = digest_of(train_rows)
-    run["held-out rows"] = digest_of(eval_rows)
-    for file in (Path(__file__), HERE / "refcache.py"):
-        run[file.name] = digest_of([file.read_bytes()])
-    return json.loads(json.dumps(run))  # tuples become lists
+def describe_files(models: dict[str, str], functions: list[str]) -> dict:
+    """Digests of models, of their tokenizers and templates, and of functions; and `code`: the script and libraries."""
+    run = {"script": Path(__file__).name}
+    for flag, name in models.items():
+        settings = sorted(checkpoint_folder(name).glob("*.j[is]*"))  # .json and .jinja: tokenizer, template, generation
+        run[f"{flag}'s weights"] = checkpoint_digest(name)
+        run[f"{flag}'s settings"] = digest_of([file.read_bytes() for file in settings])
+    run["functions"] = [digest_of([Path(spec.partition(":")[0]).read_bytes()]) for spec in functions]
+
+    run["code"] = {file.name: digest_of([file.read_bytes()]) for file in (Path(__file__), HERE / "refcache.py")}
+    libraries = [name for name in ("torch", "transformers", "tokenizers", "peft") if find_spec(name)]
+    run["code"] |= {name: version(name) for name in libraries}
+    return run
 
 
 def digest_of(items: list) -> str:
@@ -953,78 +1189,116 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
+
     for name, weight in list(state.items()):
-        state |= {f"optimizer.{name}.{key}": value.zero_() for key, value in optimizer.state[weight].items()}
+        for key, value in optimizer.state[weight].items():
+            state[f"optimizer.{name}.{key}"] = value.zero_()
     return state
 
 
+def checkpoint_steps(out: Path) -> list[int]:
+    """Steps of the complete checkpoints out/resume-STEP. Other folders that begin with resume- are the user's."""
+    names = [file.parent.name.removeprefix("resume-") for file in out.glob("resume-*/run.json")]
+    return [int(name) for name in names if name.isdigit()]
+
+
 def save_checkpoint(out: Path, step: int, run: dict, state: dict):
-    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint."""
+    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
     folder = out / f"resume-{step}"
     shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
     # 64 tensors per file: the writer holds a whole file in memory
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
-    if processes()[0] == 0:
-        log_sizes = {name: (out / name).stat().st_size for name in LOGS}
-        write_whole(folder / "run.json", [json.dumps({"step": step, "run": run, "log_sizes": log_sizes}).encode()])
-        for older in set(out.glob("resume-*")) - {folder}:
-            shutil.rmtree(older)
+    if is_first_process():
+        paths = [out / name for name in LOGS] + list(folder.iterdir())
+        sizes = {str(path.relative_to(out)): path.stat().st_size for path in paths}
+        write_whole(folder / "run.json", [json.dumps({"run": run, "sizes": sizes}).encode()])
+    remove_checkpoints(out, but=step)
+
+
+def remove_checkpoints(out: Path, but: int | None = None):
+    """Removes all, or all but that of one step."""
+    for step in checkpoint_steps(out):
+        if step != but and is_first_process():
+            shutil.rmtree(out / f"resume-{step}")
 
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
-    """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0."""
-    checkpoints = [json.loads(file.read_text()) for file in out.glob("resume-*/run.json")]
-    checkpoints.append({"step": 0, "run": run, "log_sizes": dict.fromkeys(LOGS, 0)})
-    saved = max(checkpoints, key=lambda checkpoint: checkpoint["step"])
+    """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0. Refuses a checkpoint of another
+    run or with damaged files, files of somebody else, and processes that would train different runs."""
+    step = max(checkpoint_steps(out), default=0)
+    mine = [run, str(out), step]
+    if any(theirs != mine for theirs in all_gather(mine)):
+        raise BadInput("the processes differ in flags, data, models or --out")
+
+    saved = {"run": run, "sizes": dict.fromkeys(LOGS, 0)}
+    files = [out / name for name in ("args.json", *LOGS) if (out / name).exists()]
+    if step:
+        saved = json.loads((out / f"resume-{step}/run.json").read_text())
+    elif files and "held-out rows" not in files[0].read_text():
+        raise BadInput(f"{files[0]} is of another program: name another --out")
     differing = [name for name in run if saved["run"].get(name) != run[name] and name not in MAY_CHANGE]
-    code = [name for name in differing if name.endswith((".py", "torch", "transformers"))]  # edited code may go on
-    if differing != code:
+    if differing:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
-    if saved["step"]:
-        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{saved['step']}"))
-        print(f"resumes after step {saved['step']}", *(f"{name} has changed since" for name in code), sep="; ")
-    if processes()[0] == 0:
+    for name, size in saved["sizes"].items():
+        if size and not ((out / name).exists() and (out / name).stat().st_size >= size):
+            raise BadInput(f"{out / name} had {size} bytes: restore it")
+
+    if step:
+        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{step}"))
+        changed = [name for name in run["code"] if saved["run"]["code"].get(name) != run["code"][name]]
+        print(f"resumes after step {step}", *(f"{name} has changed since" for name in changed), sep="; ")
+    if is_first_process():
         write_whole(out / "args.json", [json.dumps(run, indent=1).encode()])
-        for name, size in saved["log_sizes"].items():
+        for name in LOGS:
             (out / name).touch()
-            os.truncate(out / name, size)
-    return saved["step"]
+            os.truncate(out / name, saved["sizes"][name])
+        if run["wandb"]:
+            import wandb
+            run_id = digest_of([out.resolve()])  # a resumed run goes on in the same one
+            wandb.init(name=out.name, id=run_id, resume="allow", config=run, reinit="finish_previous")
+    return step
+
+
+def log_metrics(out: Path, values: dict, args):
+    """Adds a line to metrics.jsonl, and to Weights & Biases. After an evaluation, prints what held-out rows gave before
+    training and what they give now."""
+    append(out / "metrics.jsonl", [values])
+    if not is_first_process():
+        return
+    with open(out / "metrics.jsonl") as file:
+        before = json.loads(file.readline())
+    if len(before) > 1 and before.keys() < values.keys():
+        tqdm.write(f"{'held out':29} before     now")
+        for name in before:
+            tqdm.write(f"{name:28} {before[name]:z7.3f} {values[name]:z7.3f}")
+    if args.wandb:
+        import wandb
+        wandb.log(values, step=values["step"])
 
 
 def append(path: Path, lines: list[dict]):
-    if processes()[0] == 0:
+    if is_first_process():
         with open(path, "a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def report(out: Path) -> list[dict]:
-    """Prints held-out answers and metrics, before and after. Returns the lines of metrics.jsonl."""
-    history, samples = ([json.loads(line) for line in (out / name).read_text().splitlines()] for name in LOGS)
-    before, after = history[0], history[-1]
-    held_out = [sample for sample in samples if sample.get("held_out", True)]
-    answers = [[sample for sample in held_out if sample["step"] == line["step"]] for line in (before, after)]
-    print("held out: prompt, answer before, answer after")
-    for first, last in list(zip(*answers))[:3]:
-        for text in (first["prompt"], first["completion"], last["completion"]):
-            print(repr(text)[:shutil.get_terminal_size().columns])
-    print(f"{'held out':29} before   after")
-    for name in after:
-        if name.startswith("eval_"):
-            print(f"{name:28} {before[name]:z7.3f} {after[name]:z7.3f}")
-    return history
-
-
-def save_model(model, tokenizer, folder: Path):
-    """Writes the model, or its LoRA adapter, as from_pretrained() reads it."""
+def save_model(model, tokenizer, folder: Path, args):
+    """Writes the model, or its LoRA adapter, as from_pretrained() reads it, in the dtype of --save_dtype."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
     state = get_model_state_dict(model, options=options)
-    if processes()[0] == 0:
-        hidden = folder.with_name(f".{folder.name}")
-        model.save_pretrained(hidden, state_dict=state)
-        tokenizer.save_pretrained(hidden)
-        os.replace(hidden, folder)
+    if not is_first_process():
+        return
+    hidden = folder.with_name(f".{folder.name}")
+    shutil.rmtree(hidden, ignore_errors=True)  # of a killed save
+    dtype = args.dtype if args.save_dtype == "auto" else "float32"
+    model.save_pretrained(hidden, state_dict={name: weight.to(getattr(torch, dtype)) for name, weight in state.items()})
+    tokenizer.save_pretrained(hidden)
+    config = hidden / "config.json"
+    if config.exists():  # an adapter has none. It names the dtype of the weights that train
+        config.write_text(config.read_text().replace('"dtype": "float32"', f'"dtype": "{dtype}"'))
+    os.replace(hidden, folder)
 
 
 if __name__ == "__main__":
@@ -1032,9 +1306,10 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, ImportError, torch.OutOfMemoryError) as error:
+    except (BadInput, ImportError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
         advice = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
         if isinstance(error, torch.OutOfMemoryError):
             advice = ": lower --tokens_per_forward, or add --gradient_checkpointing on"
-        print(f"{Path(__file__).name}: {error}{advice}", file=sys.stderr)
+        what = str(error) or "stopped, the same command resumes"
+        print(f"{Path(__file__).name}: {what}{advice}", file=sys.stderr)
         sys.exit(2)

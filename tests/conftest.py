@@ -40,11 +40,11 @@ def remembered(function, folder_at, copy):
     """The function, called once for each content of the folder that is its argument number `folder_at`."""
     results = {}
 
-    def call(*inputs):
+    def call(*inputs, **options):
         files = sorted(Path(inputs[folder_at]).glob("*"))
-        key = *map(str, inputs), os.getcwd(), *((str(file), file.stat().st_mtime_ns) for file in files)
+        key = *map(str, inputs), str(options), os.getcwd(), *((str(file), file.stat().st_mtime_ns) for file in files)
         if key not in results:
-            results[key] = function(*inputs)
+            results[key] = function(*inputs, **options)
         return copy(results[key])
     return call
 
