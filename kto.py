@@ -655,8 +655,6 @@ def split_prompt(prompt, answers: list, counts: Counter) -> tuple[str | list, li
         ends = answer[:1] + answer[-1:] if isinstance(answer, list) else []
         if any(message["role"] in ("user", "system") for message in ends):
             raise ValueError("an answer begins or ends with a user or system message")
-        if ends and prompt[-1]["role"] == "assistant":
-            raise ValueError("the prompt ends with a begun answer")
     return prompt, answers
 
 
@@ -677,13 +675,15 @@ def render(tokenizer, prompt, answers: list, args, columns: dict, counts: Counte
         counts["whose template changes a message of the prompt"] += 1
 
     for answer in answers:
+        if prompt[-1]["role"] == "assistant":
+            raise ValueError("the prompt ends with a begun answer")
         text = apply(prompt + answer)
         if not text.startswith(texts[0]):  # some templates, as Mistral's, render another prompt before an answer
             start = find_answer(apply, prompt, answer)
             if text[:start].endswith(" ") and not texts[0].endswith(" "):
                 start -= 1  # Mistral's space before an answer
             text = texts[0] + text[start:]
-            counts["answers before which the template changes the prompt"] += 1
+            counts["answers whose prompt the template changes"] += 1
         texts.append(text)
     return texts
 
