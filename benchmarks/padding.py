@@ -4,8 +4,8 @@
     python benchmarks/padding.py --tiny    # does it run?
 
 A useful token is one of a prompt or an answer; a prompt counts once for both answers. A forward computes everything in
-its tensor, also prompts that are repeated, and padding. No model is run. The rows are those of against_trl.py, in random
-order.
+its tensor, also prompts that are repeated, and padding. No model is run. The rows are those of against_trl.py, in
+random order.
 
 here              the forwards of micro_batches for each step; also for a model whose answers cannot share a prompt
 TRL's collator    prompt + chosen and prompt + rejected are rows, padded to the longest row of their batch
@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import against_trl  # finds the checkout
 import numpy as np
 import tyro
+
 from refcache import SHARED, count_tokens, micro_batches
 
 
