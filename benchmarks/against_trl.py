@@ -43,9 +43,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, os.environ.get("CHECKOUT", str(ROOT)))  # of the scripts that are measured
-import dpo  # noqa: E402
-import kto  # noqa: E402
-import rloo  # noqa: E402
+import dpo
+import kto
+import rloo
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-from datasets import disable_progress_bars, load_dataset  # noqa: E402
-from trl import DPOConfig, DPOTrainer  # noqa: E402
+from datasets import disable_progress_bars, load_dataset
+from trl import DPOConfig, DPOTrainer
 
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 LONG = {"max_length": None}

@@ -1,5 +1,6 @@
 """Every benchmark runs with tiny sizes; docs/trl.md and docs/cache.md are true."""
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -25,7 +26,7 @@ def code_of(page, number=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line, row", [
-    ("logprobs --tiny", "| 200 | full | "), ("processes --tiny", "| 2 | 8 | "),
+    ("logprobs --tiny", "| 200 | full | "), ("processes --tiny", "| 2 | 8 | "), ("padding --tiny", "| here | 1.00 |"),
     (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | "),
     ("against_trl --tiny", "| reference | trl + cache | "), ("gpu --tiny", "| dpo | trl | "),
     ("simulate trl --model tiny --tokens 1000 --median 20", "| trl | step | "),
@@ -85,19 +86,34 @@ def test_cache_becomes_columns_and_a_cache_again(tmp_path):
     assert names["read_columns"](published, reference="a").table == cache.table
 
 
-def test_losses_of_trl_page_equal_those_of_trl(tmp_path):
+@pytest.mark.slow
+@pytest.mark.parametrize("bf16, dtype, limit", [(False, "float32", 1e-6), (True, "bfloat16", 2e-3)])
+def test_losses_of_trl_page_equal_those_of_trl(bf16, dtype, limit, tmp_path):
+    """Within the rounding of the dtype, which the header of the file names."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset
     names = {}
     exec(code_of("trl.md"), names)
+    names["CachedDPOTrainer"].cache_file = str(tmp_path / "cache.pkl")
     rows = [json.loads(line) for line in open(ROOT / "demo/pairs.jsonl").readlines()[:12]]
     losses = []
-    names["CachedDPOTrainer"].cache_file = str(tmp_path / "cache.pkl")
     for kind in (trl.DPOTrainer, names["CachedDPOTrainer"]):
         config = trl.DPOConfig(
             output_dir=str(tmp_path), precompute_ref_log_probs=True, max_steps=3, per_device_train_batch_size=4,
-            max_length=24, use_cpu=True, bf16=False, report_to="none", save_strategy="no", logging_steps=1)
+            max_length=24, use_cpu=True, bf16=bf16, report_to="none", save_strategy="no", logging_steps=1)
         trainer = kind(model=f"{ROOT}/demo/model", args=config, train_dataset=Dataset.from_list(rows))
         trainer.train()
         losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
-    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=1e-6)
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=limit)
+    with open(tmp_path / "cache.pkl", "rb") as file:
+        assert json.loads(file.readline())["dtype"] == dtype
+
+
+@pytest.mark.slow
+def test_example_of_trl_page_runs(tmp_path):
+    pytest.importorskip("trl")
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    command = [sys.executable, "-c", code_of("trl.md", 0) + code_of("trl.md", 1)]
+    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    assert (tmp_path / "out/trl/checkpoint-10/model.safetensors").exists()
+    assert (tmp_path / "reference_logprobs.pkl").exists()
