@@ -1,0 +1,97 @@
+"""docs/recipes.md: each command is parsed by its script and runs for two steps, with the recipe's own flags. The model is a
+tiny one of the same architecture, whose template has the role markers of the real one. The rows are written by hand in the
+columns of the data set."""
+import re
+import shlex
+import sys
+from math import log
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tyro
+from models import build
+from runs import FOLDER, ROOT, SCRIPTS, TINY, TOKENIZER, read
+from test_changes import changed
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+PAGE = (ROOT / "docs/recipes.md").read_text()
+RECIPES = [text.replace("\\\n", "") for text in re.findall(r"^```bash\n(.*?)```", PAGE, flags=re.M | re.S)]
+COLUMNS = dict(re.findall(r"^\| `([\w/.-]+)`[^|]* \| ([^|]*) \|", PAGE, flags=re.M))
+
+# The architecture, and what the template writes before a role, after it, and after the words.
+LLAMA_3 = "llama", "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"
+MODELS = {
+    "alignment-handbook/zephyr-7b-sft-full": ("mistral", "<|", "|>\n", "</s>\n"),
+    "allenai/Llama-3.1-Tulu-3-8B-SFT": ("llama", "<|", "|>\n", "\n"),
+    "allenai/Olmo-3-7B-Instruct-SFT": ("olmo3", "<|im_start|>", "\n", "<|im_end|>\n"),
+    "meta-llama/Meta-Llama-3-8B-Instruct": LLAMA_3,
+    "smollm3-sft": ("smollm3", "<|im_start|>", "\n", "<|im_end|>\n"),
+    "llama3-8b_sft/FINAL": LLAMA_3,
+    "trl-lib/pythia-1b-deduped-tldr-sft": ("gpt_neox", "", "", ""),
+}
+NO_THOUGHT = "{% if enable_thinking is false %}<think>\n\n</think>\n{% endif %}"  # SmolLM3, before an answer
+FIRST_LOSS = {"sigmoid": log(2), "sigmoid_norm": log(2), "apo_zero": 1.0, "kto": 0.5}  # where policy = reference
+
+
+def load_dataset(name, config=None, split="train"):
+    assert (config == "Preference") == ("smoltalk2" in name)
+    table = []
+    for i in range(24):
+        user = {"content": f"Name {i} soups.", "role": "user"}
+        chosen, rejected = ([user, {"content": f"{kind} soup", "role": "assistant"}] for kind in ("Hot", "Cold"))
+        values = dict(prompt=user["content"], chosen=chosen, rejected=rejected,
+                      chat_template_kwargs={"enable_thinking": False, "custom_instructions": "", "xml_tools": None})
+        table.append({column: values.get(column, "other") for column in re.findall(r"`(\w+)`", COLUMNS[name])})
+    return table
+
+
+def checkpoint(name):
+    kind, before, after, end = MODELS[name]
+    folder = f"{FOLDER.name}/{name}"
+    build(kind, TINY | dict(sliding_window=8)).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    words = "{{ m.role }}" + after + "{% if m.role == 'assistant' %}" + NO_THOUGHT + "{% endif %}{{ m.content }}"
+    answer = "{% if add_generation_prompt %}" + f"{before}assistant{after}{NO_THOUGHT}" + "{% endif %}"
+    template = "{% for m in messages %}" + before + words + end + "{% endfor %}" + answer
+    Path(folder, "chat_template.jinja").write_text(template)
+    return folder
+
+
+def script_and_flags(recipe):
+    script, flags = re.search(r"(\w+)\.py (--.*)", recipe).groups()
+    script = SCRIPTS.get(script) or changed("load_in_4bit", "dpo")
+    return script, tyro.cli(script.Args, args=shlex.split(flags), use_underscores=True)
+
+
+def case(recipe):
+    is_slow = "--lora_r" in recipe or "rloo.py" in recipe
+    return pytest.param(recipe, marks=[pytest.mark.slow] * is_slow, id=re.search(r"--out out/(\S+)", recipe)[1])
+
+
+def test_the_page_has_nine_recipes_of_these_models():
+    assert len(RECIPES) == len(re.findall(r"^## .*: `\w+\.py`$", PAGE, flags=re.M)) == 9
+    assert {script_and_flags(recipe)[1].model for recipe in RECIPES} == set(MODELS)
+
+
+@pytest.mark.parametrize("recipe", [case(recipe) for recipe in RECIPES])
+def test_recipe_runs_with_its_own_flags(recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.chdir(tmp_path)
+    script, args = script_and_flags(recipe)
+    kind, before, after, end = MODELS[args.model]
+    args.model, args.steps, args.batch_size, args.max_new_tokens = checkpoint(args.model), 2, 4, 3
+    if script is SCRIPTS["rloo"]:
+        Path("no_eos.py").write_text(re.search(r"```python\n(def no_eos.*?)```", PAGE, flags=re.S)[1])
+        config = AutoConfig.for_model(kind, **TINY | dict(num_labels=1))
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(args.reward_model)
+        TOKENIZER.save_pretrained(args.reward_model)
+
+    history = script.main(args)
+    assert [values["step"] for values in history] == [0, 1, 2]
+    loss = "".join(vars(args).get("loss", ()))
+    assert history[1]["loss"] == pytest.approx(FIRST_LOSS.get(loss, history[1]["loss"]), abs=1e-4)
+    prompt = re.sub(r"\d+", "0", read(Path(args.out, "samples.jsonl"))[0]["prompt"])
+    assert prompt.count("Name 0 soups.") == 1
+    assert kind == "gpt_neox" or prompt.startswith(f"{before}user{after}Name 0 soups.{end}{before}assistant{after}")
+    assert ("<think>" in prompt) == (kind == "smollm3")
