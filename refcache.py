@@ -20,17 +20,17 @@ import math
 import os
 import pickle
 import pickletools
+import re
 import sys
 import time
 import warnings
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import MethodType
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from filelock import FileLock  # comes with torch
+from filelock import FileLock, Timeout  # comes with torch
 from huggingface_hub import snapshot_download
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -49,9 +49,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 Groups = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]
 Ragged = list[list[torch.Tensor]]  # for each group, for each completion: (len(completion),)
-HEAD_BYTES = 2**30  # of the float32 logits of one chunk on CUDA: 1,766 completion tokens at V = 151,936
+HEAD_BYTES = 2**28  # of the float32 logits of one chunk on CUDA: 441 completion tokens at V = 151,936
 SHARED = "sdpa_shared_prompt"  # with "sdpa" in its name, transformers rejects it for models without sdpa
-PROBED: WeakSet = WeakSet()  # models whose attention enable_shared_prompts has chosen
+PROBED = WeakSet()  # models whose attention enable_shared_prompts has chosen
 sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
 
 
@@ -72,7 +72,7 @@ class ReferenceCache(Mapping):
 
     def __init__(self, **header: str):
         self.header = {"format": "4", **header}
-        self.table: dict[bytes, dict[bytes, bytes]] = {}  # prompt -> completion -> log-probs: uint32, uint32, float32
+        self.table = {}  # prompt -> {completion: log-probs}, all as bytes of uint32, uint32 and float32
         self.stamp = None  # of the file as this object wrote it
 
     def __len__(self):
@@ -88,7 +88,7 @@ class ReferenceCache(Mapping):
         logprobs = self.table[bytes_of(prompt)][bytes_of(completion)]  # KeyError: not scored, call fill first
         return np.frombuffer(logprobs, np.float32)
 
-    def fill(self, load_model: Callable, groups: Groups, tokens_per_forward=16384, path=None) -> int:
+    def fill(self, load_model, groups: Groups, tokens_per_forward=16384, path=None) -> int:
         """Scores what is neither in this cache nor in the file at `path`, and saves it there. Returns the number of
         completions scored. `load_model()` is called only if something is missing, and its model is freed."""
         if path and Path(path).exists():
@@ -103,7 +103,7 @@ class ReferenceCache(Mapping):
             return 0
 
         if path:
-            with FileLock(f"{os.path.realpath(path)}.lock"):  # an error comes now, not after the forwards
+            with lock(path):  # an error comes now, not after the forwards
                 pass
         model = load_model()
         try:
@@ -116,7 +116,7 @@ class ReferenceCache(Mapping):
 
     def missing(self, groups: Groups) -> Groups:
         """What is not scored yet, all completions of a prompt together and each once."""
-        missing: dict[tuple, dict] = {}  # prompt -> completions
+        missing = {}  # prompt -> {completion: None}
         for prompt, completions in groups:
             scored = self.table.get(bytes_of(prompt), ())
             unknown = [completion for completion in completions if bytes_of(completion) not in scored]
@@ -125,13 +125,12 @@ class ReferenceCache(Mapping):
 
     @torch.no_grad()
     def score(self, model, groups: Groups, tokens_per_forward=16384, path=None):
-        """Scores all of these groups. Saves to `path` about every minute, at the end, and on an exception."""
+        """Scores all of these groups. Saves to `path` now and then, at the end, and on an exception."""
         # A group longer than the budget is divided. Budget 0: without shared prompts each completion is a row.
         budget = tokens_per_forward if enable_shared_prompts(model) else 0
         parts = []
         for prompt, completions in groups:
-            lengths = [len(completion) for completion in completions]
-            for indices in pack(lengths, budget - len(prompt)):
+            for indices in pack(list(map(len, completions)), budget - len(prompt)):
                 parts.append((prompt, [completions[i] for i in indices]))
 
         # The longest batches come first, so that a pass that needs too much memory fails at once.
@@ -155,8 +154,9 @@ class ReferenceCache(Mapping):
                     waiting = started
 
                     if path and time.monotonic() > save_at:
-                        self.save(path)
-                        save_at = time.monotonic() + 60
+                        began = time.monotonic()
+                        self.save(path)  # the whole file: a large one less often than every minute
+                        save_at = time.monotonic() + max(60, 10 * (time.monotonic() - began))
         finally:
             if path:
                 self.save(path)  # each process saves its part: save() keeps what the others saved
@@ -170,7 +170,7 @@ class ReferenceCache(Mapping):
 
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
-        with FileLock(f"{os.path.realpath(path)}.lock"):
+        with lock(path):
             if Path(path).exists() and os.stat(path) != self.stamp:  # another job has written it
                 self.load(path)
 
@@ -194,18 +194,17 @@ class ReferenceCache(Mapping):
 
             table = load_builtins(pickled)
             for prompt, scored in table.items():
-                for completion, logprobs in scored.items():
-                    if len(prompt) % 4 or len(completion) % 4 or len(completion) != len(logprobs):
-                        raise BadInput("its lengths do not match")
-                    if not np.isfinite(np.frombuffer(logprobs, np.float32)).all():
-                        raise BadInput("it holds a log-prob that is not finite")
+                if len(prompt) % 4 or any(len(y) % 4 or len(y) != len(logprobs) for y, logprobs in scored.items()):
+                    raise BadInput("its lengths do not match")
+                if not np.isfinite(np.frombuffer(b"".join(scored.values()), np.float32)).all():
+                    raise BadInput("it holds a log-prob that is not finite")
         except Exception as error:  # any error of a damaged or hostile file
             advice = "name another, or delete it if it is an old cache"
             raise BadInput(f"{path} cannot be used, {one_line(error)}: {advice}") from None
         self.add(table.items())  # the job that saved first decides, so a resume finds the same numbers
 
 
-def load_builtins(data: bytes) -> dict:
+def load_builtins(data):
     """Unpickles dicts and bytes. A pickle with anything else is refused before unpickling."""
     allowed = "PROTO FRAME MARK MEMOIZE STOP EMPTY_DICT SETITEM SETITEMS SHORT_BINBYTES BINBYTES".split()
     others = {opcode.name for opcode, _, _ in pickletools.genops(data)} - set(allowed)  # genops also checks sizes
@@ -214,8 +213,25 @@ def load_builtins(data: bytes) -> dict:
     return pickle.loads(data)
 
 
-def write_whole(path, parts: list[bytes]):
-    """Writes a file atomically, even across a power cut."""
+def lock(path):
+    """`with lock(path):` holds PATH.lock, so that two jobs do not overwrite each other's entries."""
+    file = f"{os.path.realpath(path)}.lock"
+    try:
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        open(file, "a").close()  # FileLock would wait for ever where no file can be
+    except OSError as error:
+        raise BadInput(f"{path} cannot be written, {one_line(error)}: name another") from error
+
+    held = FileLock(file)
+    try:
+        return held.acquire(timeout=10)
+    except Timeout:
+        tqdm.write(f"waiting for {file}")
+        return held.acquire()
+
+
+def write_whole(path, parts):
+    """Writes a file of these parts, each of them bytes, atomically, even across a power cut."""
     path = Path(os.path.realpath(path))  # a symlink stays, its target is replaced
     partial_file = path.with_name(f".{path.name}.partial")
     with open(partial_file, "wb") as file:
@@ -225,20 +241,20 @@ def write_whole(path, parts: list[bytes]):
     os.replace(partial_file, path)
 
 
-def bytes_of(ids: tuple[int, ...]) -> bytes:
+def bytes_of(ids) -> bytes:
     return array("I", ids).tobytes()  # 4 bytes per token, where a tuple of ints takes 36
 
 
-def to_cpu(logprobs: Ragged) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """All log-probs, (N,). A GPU has copied them when the event happens, and nobody waits for its later work."""
+def to_cpu(logprobs):
+    """All log-probs, (N,), and an event, or None: a GPU has copied them when it happens, so that nobody waits for its
+    later work."""
     flat = torch.cat(list(chain(*logprobs)))
     on_cpu = flat.to("cpu", non_blocking=True)  # one transfer, to pinned memory
-    copied = torch.cuda.current_stream().record_event() if flat.is_cuda else None
-    return on_cpu, copied
+    return on_cpu, torch.cuda.current_stream().record_event() if flat.is_cuda else None
 
 
-def entries_of(groups: Groups, logprobs: torch.Tensor, copied=None) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """Entries of ReferenceCache.table, from what to_cpu returned."""
+def entries_of(groups, logprobs, copied):
+    """Items of ReferenceCache.table, from what to_cpu returned."""
     if copied:
         copied.synchronize()
     if not logprobs.isfinite().all():
@@ -246,9 +262,7 @@ def entries_of(groups: Groups, logprobs: torch.Tensor, copied=None) -> list[tupl
 
     entries = []
     for (prompt, completions), group in zip(groups, ragged(logprobs, groups)):
-        scored = {}
-        for completion, values in zip(completions, group):
-            scored[bytes_of(completion)] = values.numpy().tobytes()
+        scored = {bytes_of(completion): values.numpy().tobytes() for completion, values in zip(completions, group)}
         entries.append((bytes_of(prompt), scored))
     return entries
 
@@ -267,8 +281,7 @@ class Swap:
             raise BadInput(f"the reference differs from the policy in {differing[0]}: choose live, or merge an adapter")
 
         self.policy = policy
-        self.ours = {}  # name -> the policy's tensor, on its device
-        self.theirs = {}  # name -> the reference's values, on the CPU
+        self.weights = {}  # name -> (the policy's tensor, on its device; the reference's values, on the CPU)
         reference_weights = reference.state_dict()
         weights = policy.state_dict(keep_vars=True)
         unique = {id(tensor): (name, tensor) for name, tensor in weights.items()}  # tied weights once
@@ -278,8 +291,8 @@ class Swap:
             is_frozen = isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad
             can_differ = not is_frozen or not torch.equal(values, local(reference_weights[name]).to(values))
             if any(all_gather(can_differ)):
-                self.ours[name] = tensor.detach()
-                self.theirs[name] = torch.empty_like(values, device="cpu", pin_memory=tensor.is_cuda)
+                on_cpu = torch.empty_like(values, device="cpu", pin_memory=tensor.is_cuda)
+                self.weights[name] = tensor.detach(), on_cpu
         self.load_state_dict(reference_weights)
 
     def __enter__(self):
@@ -292,42 +305,40 @@ class Swap:
     @torch.no_grad()
     def exchange(self):
         """Goes weight by weight, so that no third copy of the model is needed."""
-        for name, theirs in self.theirs.items():
-            mine = local(self.ours[name])
+        for ours, theirs in self.weights.values():
+            mine = local(ours)
             before = mine.clone()
             mine.copy_(theirs, non_blocking=True)
             theirs.copy_(before, non_blocking=True)  # the GPU copies in this order
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the CPU reads them next
 
-    def sync(self, mix: float = 1.0):
+    def sync(self, mix=1.0):
         """π_ref <- mix · π + (1 − mix) · π_ref, weight by weight."""
-        for name, theirs in self.theirs.items():
-            mine = torch.empty_like(theirs, pin_memory=theirs.is_pinned()).copy_(local(self.ours[name]))
+        for ours, theirs in self.weights.values():
+            mine = torch.empty_like(theirs, pin_memory=theirs.is_pinned()).copy_(local(ours))
             theirs.copy_(theirs.lerp(mine, mix) if theirs.is_floating_point() else mine)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self):
         """The reference's weights for a checkpoint, split as the policy's are."""
         state = {}
-        for name, tensor in self.theirs.items():
-            mine = self.ours[name]
-            if isinstance(mine, DTensor):
-                on_device = tensor.to(mine.device)
-                tensor = DTensor.from_local(on_device, mine.device_mesh, mine.placements, run_check=False,
-                                            shape=mine.shape, stride=mine.stride())
-            state[name] = tensor
+        for name, (ours, theirs) in self.weights.items():
+            if isinstance(ours, DTensor):
+                theirs = DTensor.from_local(theirs.to(ours.device), ours.device_mesh, ours.placements, run_check=False,
+                                            shape=ours.shape, stride=ours.stride())
+            state[name] = theirs
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]):
+    def load_state_dict(self, state: dict):
         """Copies the weights that are held. `state` may have more."""
-        for name, theirs in self.theirs.items():
+        for name, (_, theirs) in self.weights.items():
             theirs.copy_(local(state[name]).view_as(theirs))  # copy_ alone would broadcast
 
 
-def structure(model) -> dict:
+def structure(model):
     """What two models must have in common to swap weights: shapes, and config fields that change log-probs."""
-    cosmetic = {"_name_or_path", "architectures", "dtype", "initializer_range", "transformers_version", "use_cache"}
+    cosmetic = "_name_or_path architectures dtype initializer_range transformers_version use_cache".split()
     found = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
         if hasattr(module, "scaling"):  # LoRA and attention have one
@@ -351,9 +362,8 @@ def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384):
 
 def checkpoint_folder(name: str) -> Path:
     """The folder of a checkpoint: the name itself, or where the hub's checkpoint of this name was downloaded to."""
-    if Path(name).is_dir():
-        return Path(name)
-    return Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "*model*.safetensors"]))
+    patterns = ["*.json", "*.jinja", "*model*.safetensors"]
+    return Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=patterns))
 
 
 def checkpoint_digest(name: str) -> str:
@@ -386,6 +396,7 @@ def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
     core = unwrap_model(model)
     check_groups(core, groups)
     lay_out = lay_out_shared if enable_shared_prompts(model) else lay_out_padded
+
     try:
         return forward(core, groups, lay_out, temperature)
     except CannotShare as error:  # seen only in rows longer than the probe's
@@ -398,7 +409,7 @@ def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
         return completion_logprobs(model, groups, temperature)
 
 
-def check_groups(core, groups: Groups):
+def check_groups(core, groups):
     """Refuses what the model cannot score."""
     context = context_length(core.config)
     vocabulary = len(core.get_input_embeddings().weight)
@@ -410,14 +421,14 @@ def check_groups(core, groups: Groups):
             raise BadInput(f"a row of {length} tokens: the model has {context} positions, {vocabulary} embeddings")
 
 
-def forward(core, groups: Groups, lay_out: Callable, temperature=1.0) -> Ragged:
+def forward(core, groups, lay_out, temperature=1.0) -> Ragged:
     """One forward of these groups, as lay_out_shared or lay_out_padded arranges them."""
     inputs, sources, targets = lay_out(groups, core.device)
-    flat_logprobs = core.flat_logprobs if isinstance(core, FSDPModule) else partial(_flat_logprobs, core)
+    flat_logprobs = getattr(core, "flat_logprobs", partial(_flat_logprobs, core))  # shard gives a model its own
     return ragged(flat_logprobs(inputs, sources, targets, temperature), groups)
 
 
-def _flat_logprobs(core, inputs: dict, sources, targets, temperature: float) -> torch.Tensor:
+def _flat_logprobs(core, inputs, sources, targets, temperature):
     """sources, targets (N,): where each completion token is predicted, and its id -> its log-prob, (N,)."""
     decoder = core.get_decoder()
     outputs = decoder(**inputs, use_cache=False)
@@ -437,7 +448,7 @@ def _flat_logprobs(core, inputs: dict, sources, targets, temperature: float) -> 
         return log_softmax_at(logits, targets, temperature)
 
     # The logits of all N tokens may be most of the memory of a step, so they are computed in chunks.
-    budget = HEAD_BYTES if hidden.is_cuda else HEAD_BYTES // 16  # 64 MiB is best on a CPU
+    budget = HEAD_BYTES if hidden.is_cuda else HEAD_BYTES // 4  # 64 MiB is best on a CPU
     chunk_size = max(1, budget // (4 * len(core.get_input_embeddings().weight)))
     if len(hidden) <= chunk_size:
         return token_logprobs(hidden, targets)
@@ -447,7 +458,7 @@ def _flat_logprobs(core, inputs: dict, sources, targets, temperature: float) -> 
     return InChunks.apply(token_logprobs, chunk_size, hidden, targets, *weights)
 
 
-def log_softmax_at(logits, targets, temperature: float) -> torch.Tensor:
+def log_softmax_at(logits, targets, temperature):
     """The log-probs of the targets, in float32: (n, V), (n,) -> (n,)"""
     logits = logits.float()
     if temperature != 1:  # each pass over (n, V) takes time
@@ -482,29 +493,28 @@ class InChunks(torch.autograd.Function):
             for total, part in zip(sums, grads):
                 total += part
 
-        grad_weights = [total.to(weight.dtype) for total, weight in zip(sums, ctx.weights)]
-        return None, None, grad_hidden, None, *grad_weights
+        return None, None, grad_hidden, None, *(total.to(weight.dtype) for total, weight in zip(sums, ctx.weights))
 
 
-def count_tokens(groups: Groups) -> int:
+def count_tokens(groups) -> int:
     return sum(len(prompt) + sum(map(len, completions)) for prompt, completions in groups)
 
 
-def ragged(flat: torch.Tensor, groups: Groups) -> Ragged:
+def ragged(flat, groups) -> Ragged:
     """Splits (N,) into one tensor per completion."""
     lengths = []
     for _, completions in groups:
-        lengths += [len(completion) for completion in completions]
+        lengths += map(len, completions)
     parts = iter(flat.split(lengths))
     return [[next(parts) for _ in completions] for _, completions in groups]
 
 
-def sum_tokens(values: Ragged) -> torch.Tensor:
+def sum_tokens(values: Ragged):
     """Sums over the tokens of each completion: (B, k) for B groups of k completions."""
     return torch.stack([torch.stack([tokens.sum() for tokens in completions]) for completions in values])
 
 
-def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp: tuple | None = None) -> Ragged:
+def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp=None) -> Ragged:
     """log π − log π_ref of each token. logps: the policy's, for these groups; ref_logps[prompt, completion]: the
     reference's (None: all 0). clamp: (low, high) in nats, beyond which no gradient passes (arXiv:2509.24207)."""
     ratios = torch.cat(list(chain(*logps)))  # (N,)
@@ -520,13 +530,13 @@ def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp: 
 
 def check_agreement(difference: float, dtype: str):
     """Checks the mean of |log π − log π_ref| over tokens, before the first update: it is 0 up to rounding."""
-    tqdm.write(f"before the first update policy and reference differ by {difference:.1e} nats per token")
-    limit = 1e-4
-    if dtype == "bfloat16":
-        limit = 1e-2 if process_count() == 1 else 3e-2  # other batches round differently
+    found = f"before the first update policy and reference differ by {difference:.1e} nats per token"
+    limit, advice = 1e-4, "delete the cache, if it is another model's"
+    if dtype == "bfloat16":  # in several processes other batches round differently
+        limit, advice = 1e-2 if process_count() == 1 else 3e-2, "they round differently in bfloat16, float32 is exact"
     if not difference < limit:
-        raise BadInput(f"policy and reference differ by {difference:.2g} nats per token: delete the cache, if it is "
-                       "another model's, or try --dtype float32")
+        raise BadInput(f"{found}: {advice}")
+    tqdm.write(found if difference < 1e-4 else f"{found}: {advice}")
 
 
 def micro_batches(model, groups: Groups, tokens_per_forward: int) -> list[tuple[list[int], bool]]:
@@ -543,15 +553,15 @@ def micro_batches(model, groups: Groups, tokens_per_forward: int) -> list[tuple[
     return [(batch, True) if batch else ([0], False) for batch in batches]
 
 
-def divide_batches(pack_into: Callable, budget: int) -> list[list[int]]:
+def divide_batches(pack_into, budget: int) -> list:
     """This process's part of pack_into(budget). The number of batches is rounded up to a multiple of the processes,
     some may be empty. It is a function of its arguments, so the processes need no communication."""
     ranks = process_count()
     n = math.ceil(len(pack_into(budget)) / ranks) * ranks
 
     # The smallest budget that needs no more batches makes them equally full. It lies between `low` and `budget`.
-    low = budget if ranks == 1 else 0
-    while low < budget:
+    low = 0
+    while ranks > 1 and low < budget:
         middle = (low + budget) // 2
         if len(pack_into(middle)) <= n:
             budget = middle
@@ -563,7 +573,7 @@ def divide_batches(pack_into: Callable, budget: int) -> list[list[int]]:
     return batches[process_rank()::ranks]
 
 
-def pack(lengths: list[int], budget: int, rows: list[int] | None = None) -> list[list[int]]:
+def pack(lengths, budget: int, rows=None) -> list[list[int]]:
     """Indices of items in batches of at most `budget` tokens, longest first. An item is a segment of a flat row. With
     `rows`, item i is rows[i] rows, which are padded to the longest row of their batch."""
     sizes = rows or lengths
@@ -608,13 +618,15 @@ def context_length(config) -> float:
     return min(filter(None, bounds), default=math.inf)
 
 
-def progress_bar(*items, **options) -> tqdm:
-    """tqdm in the first process. Inner bars leave no line; without a terminal they move every 30 s."""
-    seconds = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=30, disable=not is_first_process(), **options)
+def progress_bar(*items, **options):
+    """tqdm in the first process. An inner bar leaves no line. Without a terminal there are no inner bars, and others
+    move every 30 s."""
+    is_log = not sys.stderr.isatty()
+    is_hidden = not is_first_process() or is_log and len(tqdm._instances) > 0  # the bars that are not closed
+    return tqdm(*items, leave=None, mininterval=30 if is_log else 0.1, maxinterval=30, disable=is_hidden, **options)
 
 
-def one_line(error: BaseException) -> str:
+def one_line(error):
     """An error message for use within another."""
     text = " ".join(str(error).split())[:200]
     return text if isinstance(error, BadInput) else f"{type(error).__name__} {text}"
@@ -627,10 +639,15 @@ def process_group():
     """Joins the processes of torchrun, and leaves them at the end."""
     warnings.filterwarnings("ignore", "torch.distributed is")
     was_there = dist.is_initialized()
+    if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
+        raise BadInput("RANK without LOCAL_RANK: start the processes with torchrun")
+
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
     if "RANK" in os.environ and not was_there:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group()
+        dist.init_process_group(device_id=device)
     yield
     if dist.is_initialized() and not was_there:  # not after an error, when other processes may hang
         dist.destroy_process_group()
@@ -650,35 +667,55 @@ def is_first_process() -> bool:
 
 
 def shard(model, device: str, dtype="float32"):
-    """Splits the weights over the processes (FSDP2), also over a single one: with dtype "bfloat16" each layer computes
-    in a bfloat16 copy, while the optimizer's weights and the sums of gradients stay float32. Gradients are sums over
-    the processes: divide a loss by the global batch size."""
+    """Splits the weights over the processes (FSDP2). A single process uses it, too, for mixed precision: with dtype
+    "bfloat16" each layer computes in a bfloat16 copy, while the optimizer's weights and the sums of gradients stay
+    float32. Gradients are sums over the processes: divide a loss by the global batch size."""
     if not dist.is_initialized():
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+    mesh = dist.init_device_mesh(device, (process_count(),))
     core = unwrap_model(model)
-    layers = [m for m in core.modules() if m is core or type(m).__name__ in core._no_split_modules]
-    policy = MixedPrecisionPolicy(torch.bfloat16 if dtype == "bfloat16" else None, torch.float32)
-    for module in reversed(layers):  # the model last
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)  # parameters() are always shards
-        if mesh.size() > 1:
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-    core.flat_logprobs = MethodType(_flat_logprobs, core)  # called directly, decoder and head see only shards
+
+    # The inputs of a layer are not cast. Some are float32 by intent (cos and sin of OLMo, ALiBi of MPT, the residual
+    # of Mamba), and the reference, a plain bfloat16 model, leaves them so: the policy would round differently.
+    mixed = MixedPrecisionPolicy(torch.bfloat16 if dtype == "bfloat16" else None, torch.float32,
+                                 cast_forward_inputs=False)
+
+    # In one process the frozen base of an adapter stays outside: FSDP2 would only copy it, layer by layer.
+    is_outside = mesh.size() == 1 and model is not core
+    frozen = {weight for weight in model.parameters() if is_outside and not weight.requires_grad}
+
+    # transformers keeps some modules in float32 when it loads a model in bfloat16, such as routers. So does this.
+    kept = re.compile("|".join(core._keep_in_fp32_modules_strict) or "$^")  # "$^" matches no name
+    for name, module in reversed(list(core.named_modules())):  # the model last
+        weights = [f"{name}.{weight}" for weight, _ in module.named_parameters()]
+        is_exact = weights and all(map(kept.search, weights))
+        if is_exact or module is core or type(module).__name__ in core._no_split_modules:
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy() if is_exact else mixed,
+                        ignored_params=frozen, reshard_after_forward=True)  # parameters() are always shards
+            if mesh.size() > 1:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+
+    core.flat_logprobs = partial(_flat_logprobs, core)  # called directly, decoder and head see only shards
     register_fsdp_forward_method(core, "flat_logprobs")
 
 
 @contextmanager
 def unsharded(model):
     """Keeps whole weights on every GPU: else each generated token would gather them again."""
-    parts = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for module in parts:
-        module.set_reshard_after_forward(False)
-        module.unshard()
+    parts = []  # modules, and FSDP's hooks, which have nothing to do here and take long
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            parts.append((module, module._forward_pre_hooks, module._forward_hooks))
+            module._forward_pre_hooks, module._forward_hooks = {}, {}
+            module.set_reshard_after_forward(False)
+            module.unshard()
+
     try:
         yield
     finally:
-        for module in parts:
+        for module, before, after in parts:
+            module._forward_pre_hooks, module._forward_hooks = before, after
             module.set_reshard_after_forward(True)
             module.reshard()
 
@@ -697,20 +734,20 @@ def all_gather(mine) -> list:
     return everyone
 
 
-def all_reduce(tensor: torch.Tensor) -> torch.Tensor:
+def all_reduce(tensor):
     """The sum of this tensor over the processes, in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor):
     """The whole tensor, if it is sharded; then all processes must call this together. Others are returned as they
     are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor):
     """This process's shard of a tensor, or the tensor itself if it is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -732,20 +769,22 @@ def enable_shared_prompts(model) -> bool:
     name = type(core).__name__.removeprefix("FSDP")
     is_supported = False
     problem = ""  # why completions cannot share their prompt
+
     try:
         with torch.no_grad(), eval_mode(core):
             check_padded(core)
             is_supported = True
             switch_attention(core)
-    except (AttributeError, TypeError, ValueError, RuntimeError) as error:  # no such keyword, no sdpa, another mask
+    except Exception as error:  # no such keyword, no sdpa, another mask
         if isinstance(core, FSDPModule):
             core.reset_iter_state()  # the error interrupted a forward
         core.set_attn_implementation(own_attention)
         if isinstance(error, torch.OutOfMemoryError):
             raise
+
         problem = one_line(error)
         if not is_supported:
-            raise BadInput(f"{name} is not supported: {problem}") from error
+            raise BadInput(f"{name} is not supported: {problem}; in bfloat16, try float32") from error
 
     print(f"{name}: " + (f"padded rows: {problem}" if problem else "completions share their prompt"))
     PROBED.add(core)
@@ -753,9 +792,12 @@ def enable_shared_prompts(model) -> bool:
 
 
 def check_padded(core):
-    """Padded rows must give the log-probs of one forward per sequence, also if that ends earlier."""
+    """Padded rows must give the log-probs of one forward per sequence, also if that ends earlier. What later tokens
+    change must be small beside what the prompt does, except for rounding: random weights change little."""
     error, dtype = probe(core, lay_out_padded, cut=True)
-    if not error < (1e-3 if dtype == torch.float32 else 0.25):  # `not <` also catches NaN
+    blind, _ = probe(core, partial(lay_out_padded, blind=True))
+    rounding, limit, ratio = (1e-5, 1e-3, 1e4) if dtype == torch.float32 else (0.02, 0.25, 20)
+    if not error < max(rounding, min(limit, blind / ratio)):  # `not <` also catches NaN
         raise BadInput(f"later tokens change log-probs by {error:.2g} nats: no causal language model, or NaN weights")
 
 
@@ -773,7 +815,7 @@ def switch_attention(core):
         raise CannotShare(f"a shared prompt changes log-probs by {shared:.2g} nats (blind: {blind:.2g})")
 
 
-def has_shared_prompts(model) -> bool:
+def has_shared_prompts(model):
     return unwrap_model(model).config._attn_implementation == SHARED
 
 
@@ -787,15 +829,15 @@ class StepMemory(NamedTuple):
 
     @property
     def share(self) -> float:
-        return (self.weights + self.optimizer + self.activations) / self.gpu
+        return sum(self[:3]) / self.gpu  # without checkpointing
 
     def __str__(self):
-        weights, optimizer, activations, checkpointed, gpu = (f"{size / 1e9:.1f}" for size in self)
-        return (f"weights {weights} + gradients, Adam {optimizer} + activations {activations} GB "
-                f"({checkpointed} checkpointed) of {gpu} on the GPU")
+        line = ("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB ({:.1f} checkpointed) "
+                "of {:.1f} on the GPU")
+        return line.format(*(size / 1e9 for size in self))
 
 
-def step_memory(model, tokens_per_forward: int) -> StepMemory:
+def step_memory(model, tokens_per_forward) -> StepMemory:
     """Measures one forward of 64 tokens on the GPU, from which the memory of a step follows."""
     weights = torch.cuda.memory_allocated()
     logprobs = completion_logprobs(model, [((1,) * 64, [(1,)])])  # noqa: F841  keeps what a backward pass needs
@@ -809,7 +851,7 @@ def step_memory(model, tokens_per_forward: int) -> StepMemory:
     return StepMemory(weights, 3 * trained, activations, checkpointed, torch.cuda.mem_get_info()[1])
 
 
-def probe(core, lay_out: Callable, cut=False) -> tuple[float, torch.dtype]:
+def probe(core, lay_out, cut=False):
     """The largest difference, in nats, from log-probs of one forward per sequence, and the dtype of the forwards. With
     `cut` that sequence ends earlier, which must change nothing."""
     ids = torch.linspace(1, core.config.get_text_config().vocab_size - 1, 96).long().tolist()
@@ -847,9 +889,8 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
     if one_kernel_serves(query, value) and not kwargs.get("dropout"):
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, D)
         window = (sliding_window - 1 if sliding_window else -1, 0)  # how far a query sees back, and ahead
-        output = varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max(sizes_q), max(sizes_k), window_size=window,
-                             scale=kwargs.get("scaling"), enable_gqa=True)
-        return output[None], None
+        return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max(sizes_q), max(sizes_k), window_size=window,
+                           scale=kwargs.get("scaling"), enable_gqa=True)[None], None
 
     # On a CPU, and in float32, one ordinary attention for each span is as fast.
     outputs = []
@@ -873,20 +914,18 @@ def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
     return sdpa_mask(*args, attention_mask=None if ones else attention_mask, local_size=local_size, **kwargs)
 
 
-def one_kernel_serves(query, value) -> bool:
+def one_kernel_serves(query, value):
     """Whether one varlen_attn call can serve all spans. On CUDA a loop over them is bound by kernel launches."""
-    size = query.shape[-1]
-    fits = size == value.shape[-1] and size <= 256 and size % 8 == 0
-    if not (query.is_cuda and fits and query.dtype in (torch.bfloat16, torch.float16)):
-        return False
-    return torch.cuda.get_device_capability(query.device) >= (8, 0)  # Ampere or newer
+    size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
+            and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
 
 
 AttentionInterface.register(SHARED, shared_prompt_attention)
 AttentionMaskInterface.register(SHARED, shared_prompt_mask)
 
 
-def to_device(values, device) -> torch.Tensor:
+def to_device(values, device):
     """Copies a list, an array or a CPU tensor to a device, without waiting for the kernels of a GPU."""
     tensor = torch.as_tensor(values)
     if torch.device(device).type == "cuda":
@@ -894,7 +933,7 @@ def to_device(values, device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Tensor, torch.Tensor]:
+def lay_out_shared(groups, device, blind=False):
     """Groups -> the inputs of one flat row; and for each completion token, (N,) each, the place in the row that
     predicts it, and its id."""
     ids, targets = [], []
@@ -918,8 +957,9 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
             key_ends.append(key_ends[-1] + end)
 
     # Sizes are computed before the copy to a GPU, because reading them there would wait for it.
-    sizes_q, sizes_k = np.diff(query_ends).tolist(), np.diff(key_ends).tolist()
-    cu_seq_q, cu_seq_k = to_device(np.array([query_ends, key_ends], np.int32), device)  # (spans + 1,)
+    ends = np.array([query_ends, key_ends], np.int32)  # (2, spans + 1)
+    sizes_q, sizes_k = np.diff(ends).tolist()
+    cu_seq_q, cu_seq_k = to_device(ends, device)
     keys = to_device(np.concatenate(keys), device) if len(ids) < key_ends[-1] else None  # (T_k,); None: the row itself
     ids, positions = to_device(np.stack([ids, np.concatenate(positions)]), device)  # (T,)
     sources, targets = to_device(np.stack([np.concatenate(sources), targets]), device)  # (N,)
@@ -934,19 +974,20 @@ def lay_out_shared(groups: Groups, device, blind=False) -> tuple[dict, torch.Ten
     return dict(input_ids=ids[None], position_ids=positions[None], attention_mask=ones, spans=spans), sources, targets
 
 
-def lay_out_padded(groups: Groups, device) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """The same as a right-padded batch with a row for each completion, which is exact for every causal model."""
-    rows = []
+def lay_out_padded(groups, device, blind=False):
+    """The same as a right-padded batch with a row for each completion, which is exact for every causal model. For the
+    probe `blind` leaves the prompts out, but for their last token."""
+    if blind:
+        groups = [(prompt[-1:], completions) for prompt, completions in groups]
+    width = max(len(prompt) + max(map(len, completions)) for prompt, completions in groups)
+    rows, sources, targets = [], [], []
     for prompt, completions in groups:
-        rows += [(prompt, completion) for completion in completions]
-    ids = pad_sequence([torch.tensor(prompt + completion) for prompt, completion in rows], batch_first=True,
-                       padding_value=-1)
-    ids = to_device(ids, device)
+        for completion in completions:
+            first = len(rows) * width + len(prompt) - 1  # the shift by one: the token before predicts it
+            sources += range(first, first + len(completion))
+            targets += completion
+            rows.append(torch.tensor(prompt + completion))
 
-    sources, targets = [], []
-    for row, (prompt, completion) in enumerate(rows):
-        first = row * ids.shape[1] + len(prompt) - 1  # the shift by one: the token before predicts it
-        sources += range(first, first + len(completion))
-        targets += completion
+    ids = to_device(pad_sequence(rows, batch_first=True, padding_value=-1), device)
     sources, targets = to_device([sources, targets], device)
     return dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long()), sources, targets

@@ -1,13 +1,15 @@
 """ReferenceCache: exact, small, shared by jobs, safe against kills and against damaged or hostile files."""
+import fcntl
 import functools
 import gc
 import hashlib
 import os
 import pickle
 import random
+import threading
 import weakref
 from contextlib import contextmanager
-from itertools import count, product
+from itertools import product
 
 import numpy as np
 import pytest
@@ -73,8 +75,9 @@ def test_fill_scores_only_what_is_missing(whole):
 
 def test_unwritable_path_is_refused_before_scoring(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises((BadInput, OSError), match="file"):
-        ReferenceCache(**HEADER).fill(None, GROUPS, path=tmp_path / "file/cache.pkl")
+    for path in (tmp_path / "file/cache.pkl", "/proc/cache.pkl"):  # a lock in /proc would be waited for
+        with pytest.raises(BadInput, match=f"{path} cannot be written"):
+            ReferenceCache(**HEADER).fill(None, GROUPS, path=path)
 
 
 def test_prompt_of_several_groups_is_encoded_once():
@@ -164,13 +167,40 @@ def test_interrupted_pass_continues(path, known):
     assert equal(continued, whole) and equal(loaded(path), whole)
 
 
-def test_a_pass_is_saved_every_minute(path, monkeypatch):
-    """For a kill that leaves no time to save."""
-    saved, clock = [], count(step=40)
-    monkeypatch.setattr(refcache.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(ReferenceCache, "save", lambda cache, path: saved.append(len(cache)))
-    ReferenceCache().fill(load_model, [(P, [(i,) for i in range(9)])], len(P) + 1, path)
-    assert len(saved) > 3 and saved == sorted(set(saved[:-1])) + [9]
+@pytest.mark.parametrize("seconds, scored", [(1, [1, 2, 3, 4, 5]), (15, [1, 4])])
+def test_a_pass_saves_every_minute_and_at_most_a_tenth_of_its_time(path, monkeypatch, seconds, scored):
+    """For a kill that leaves no time to save. A forward takes 61 s here, and a save `seconds`."""
+    clock, saved = [0], []
+
+    def save(cache, path):
+        clock[0] += seconds
+        saved.append(len(cache))
+
+    class Clock:
+        def monotonic():
+            return clock[0]
+    monkeypatch.setattr(refcache, "time", Clock)
+    monkeypatch.setattr(ReferenceCache, "save", save)
+    entries_of = refcache.entries_of
+
+    def slow_entries(*inputs):
+        clock[0] += 61
+        return entries_of(*inputs)
+    monkeypatch.setattr(refcache, "entries_of", slow_entries)
+    ReferenceCache().fill(load_model, [(P, [(i,) for i in range(5)])], len(P) + 1, path)
+    assert saved == [*scored, 5], "and at the end"
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_a_lock_that_another_job_holds_is_told(path, monkeypatch, capsys, is_held):
+    acquire = refcache.FileLock.acquire
+    monkeypatch.setattr(refcache.FileLock, "acquire", lambda lock, timeout=None: acquire(lock, timeout and 0.05))
+    other = open(f"{path}.lock", "w")
+    if is_held:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        threading.Timer(0.2, other.close).start()
+    with refcache.lock(path):
+        assert (f"waiting for {path}.lock" in capsys.readouterr().out) == is_held
 
 
 # --- files

@@ -79,7 +79,7 @@ def test_tokens_per_forward_changes_memory_only(name, tokens_per_forward):
 
 @pytest.mark.parametrize("name", ["phi-head-bias", "gemma3-softcap"])
 def test_size_of_the_head_chunks_changes_memory_only(name, monkeypatch):
-    monkeypatch.setattr(refcache, "HEAD_BYTES", 16 * 5 * 97 * 4)  # 5 completion tokens at a time, on a CPU
+    monkeypatch.setattr(refcache, "HEAD_BYTES", 4 * 5 * 97 * 4)  # 5 completion tokens at a time, on a CPU
     assert_exact(make(name), temperature=0.6)  # which divides the logits
 
 
@@ -95,7 +95,7 @@ def test_bfloat16_head_gradient_is_as_exact_in_64_chunks(monkeypatch):
     groups = [((5 + i,), [tuple(range(i + 1, i + 33))]) for i in range(32)]  # 1,024 completion tokens
     errors = []
     for chunks in (1, 64):
-        monkeypatch.setattr(refcache, "HEAD_BYTES", 16 * 1024 // chunks * 97 * 4)
+        monkeypatch.setattr(refcache, "HEAD_BYTES", 4 * 1024 // chunks * 97 * 4)
         gradients = []
         for dtype in (torch.float64, torch.bfloat16):
             model = make("llama").bfloat16().to(dtype)
@@ -137,7 +137,7 @@ def test_head_sees_completion_tokens_in_chunks(name, at_once, rows, monkeypatch)
     model = ready(name)
     seen, widths = [], []
     model.lm_head.register_forward_hook(lambda _, args, out: seen.append(args[0].numel() // 32))
-    monkeypatch.setattr(refcache, "HEAD_BYTES", 16 * at_once * 97 * 4)
+    monkeypatch.setattr(refcache, "HEAD_BYTES", 4 * at_once * 97 * 4)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: widths.append(x.shape[-1:]) or x, lambda x: x):
         completion_logprobs(model, GROUPS)
     assert seen == rows, "the completions have 28 tokens"
