@@ -64,35 +64,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from refcache import (
-    BadInput,
-    ReferenceCache,
-    Swap,
-    all_gather,
-    all_reduce,
-    barrier,
-    check_agreement,
-    checkpoint_digest,
-    checkpoint_folder,
-    completion_logprobs,
-    context_length,
-    count_tokens,
-    enable_shared_prompts,
-    full_tensor,
-    is_first_process,
-    log_ratios,
-    micro_batches,
-    process_count,
-    process_group,
-    progress_bar,
-    reference_logprobs,
-    shard,
-    step_memory,
-    sum_tokens,
-    to_device,
-    unsharded,
-    unwrap_model,
-    write_whole,
-)
+    BadInput, ReferenceCache, Swap, all_gather, all_reduce, barrier, check_agreement, checkpoint_digest,
+    checkpoint_folder, completion_logprobs, context_length, count_tokens, enable_shared_prompts, full_tensor,
+    is_first_process, log_ratios, micro_batches, process_count, process_group, progress_bar, reference_logprobs, shard,
+    step_memory, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -849,7 +824,7 @@ def complete_flags(args, new_tokens: int = 0):
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
     if args.lr is None:
         args = replace(args, lr=1e-5 if args.lora_r or base != args.model else 1e-6)
-    if args.out is None:
+    if not args.out:
         name = f"out/{Path(__file__).stem}"
         folders = [name] + [f"{name}-{n}" for n in range(2, 1000)]
         args = replace(args, out=next(folder for folder in folders if not Path(folder, "model").exists()))
