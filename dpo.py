@@ -357,7 +357,7 @@ def train(args: Args, out: Path) -> list[dict]:
     history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     before, after = (values.get("eval_nll/chosen", 0.0) for values in (history[0], history[-1]))
     if after > before + 1:
-        print("Chosen answers are less likely than before: lower --lr, or raise --beta")
+        print("Chosen answers are less likely than before: lower --lr or raise --beta")
     print(f"see {out}/model and {out}/samples.jsonl")
     return history
 
@@ -368,7 +368,7 @@ def resolve(args: Args) -> Args:
     """Checks the flags, and fills in those that depend on others."""
     args = complete_flags(args)
     if not set(args.loss) <= set(get_args(Loss)) or len(args.loss_weights) not in (0, len(args.loss)):
-        raise BadInput(f"--loss: choose from {', '.join(get_args(Loss))}; --loss_weights has one number for each")
+        raise BadInput(f"--loss: choose from {', '.join(get_args(Loss))}; one of --loss_weights for each")
     if args.label_smoothing and not (0 < args.label_smoothing < 0.5 and "sigmoid" in args.loss):
         raise BadInput("--label_smoothing is below 0.5, and for sigmoid")
     if set(args.loss) <= NO_REFERENCE:
@@ -554,7 +554,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
     if n_kept < max(1, counts["rows"] / 2):
         raise BadInput(f"{source}: too few rows, {n_kept} of {found}")
     if kinds.pop()[0] is str and tokenizer.chat_template:
-        print(f"{source}: strings are trained without the model's chat template; demo/prepare_chat.py makes messages")
+        print(f"{source}: strings are trained without the chat template; demo/prepare_chat.py makes messages")
 
 
 def tokenize(tokenizer, texts: list[str], add_bos: bool) -> list[list[int]]:

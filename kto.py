@@ -356,7 +356,7 @@ def train(args: Args, out: Path) -> list[dict]:
     history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     before, after = (values.get("eval_nll/chosen", 0.0) for values in (history[0], history[-1]))
     if after > before + 1:
-        print("Chosen answers are less likely than before: lower --lr, or raise --beta")
+        print("Chosen answers are less likely than before: lower --lr or raise --beta")
     print(f"see {out}/model and {out}/samples.jsonl")
     return history
 
@@ -586,7 +586,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
     if n_kept < max(1, counts["rows"] / 2):
         raise BadInput(f"{source}: too few rows, {n_kept} of {found}")
     if kinds.pop()[0] is str and tokenizer.chat_template:
-        print(f"{source}: strings are trained without the model's chat template; demo/prepare_chat.py makes messages")
+        print(f"{source}: strings are trained without the chat template; demo/prepare_chat.py makes messages")
 
 
 def tokenize(tokenizer, texts: list[str], add_bos: bool) -> list[list[int]]:
