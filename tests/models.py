@@ -41,6 +41,19 @@ MODELS = {  # name -> (model type, config, whether its completions may share a p
     "stablelm": ("stablelm", SMALL, False),  # takes the attention function, but does not pass all keywords to it
 }
 
+ROUNDING = {  # families with float32 inputs of layers, or with weights that stay float32: name -> (model type, config)
+    "olmo": ("olmo", SMALL),
+    "olmo2": ("olmo2", SMALL),
+    "olmo3": ("olmo3", SMALL),
+    "flex-olmo": ("flex_olmo", dict(SMALL, num_experts=4, num_experts_per_tok=2)),
+    "ernie": ("ernie4_5", SMALL),
+    "ernie-moe-float32-router": ("ernie4_5_moe", dict(SMALL, moe_num_experts=4, moe_k=2, moe_intermediate_size=16,
+                                                      moe_num_shared_experts=1, moe_layer_start_index=0)),
+    "mamba2": ("mamba2", dict(TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8,
+                              n_groups=2, expand=2)),
+    "falcon-mamba": ("falcon_mamba", dict(TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8)),
+}
+
 ON_CUDA = ["llama", "qwen3", "gpt2", "mistral-window-5", "mistral-window-200", "gemma3-window-6",
            "granite-logits-scaling"]  # Granite scales its scores in its own way
 P, Q, R = (5, 17, 90, 3, 41, 8, 66), (9, 9, 31), (77,)

@@ -203,6 +203,17 @@ def test_a_lock_that_another_job_holds_is_told(path, monkeypatch, capsys, is_hel
         assert (f"waiting for {path}.lock" in capsys.readouterr().out) == is_held
 
 
+def test_a_log_shows_no_inner_bars(capsys):
+    """tqdm would write a line for each of them, 68 in a run of rloo.py."""
+    for outer in refcache.progress_bar("ab", desc="outer"):
+        for _ in refcache.progress_bar("cd", desc="inner"):
+            pass
+    for _ in refcache.progress_bar("ef", desc="next"):
+        pass
+    shown = capsys.readouterr().err
+    assert "outer: 100%" in shown and "next: 100%" in shown and shown.count("\n") == 2 and "inner" not in shown
+
+
 # --- files
 
 def test_two_jobs_share_a_file(path, whole):

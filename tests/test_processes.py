@@ -275,6 +275,13 @@ def test_different_cache_files_are_refused(tmp_path):
         in_processes(2, fill, tmp_path / "c.pkl")
 
 
+def test_rank_without_a_local_rank_is_refused(monkeypatch):
+    """As some launchers set it: all processes would use the first GPU."""
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(BadInput, match="torchrun"), refcache.process_group():
+        pass
+
+
 @pytest.mark.slow
 def test_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "dpo.py", "--out",

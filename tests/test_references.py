@@ -2,17 +2,21 @@
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from copy import deepcopy
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 import torch.nn.functional as F
-from models import GROUPS, build, logps
+from models import GROUPS, MODELS, ROUNDING, build, flat, logps
 from runs import (  # noqa: F401
     LORA, SCRIPTS, TIED, TOKENIZER, adapt, load, logprobs, needs_peft, run, same, save, tiny)
+from torch.distributed.tensor import DTensor
 
 import kto
-from refcache import BadInput, Swap, reference_logprobs
+from refcache import (
+    BadInput, ReferenceCache, Swap, completion_logprobs, count_tokens, log_ratios, reference_logprobs)
 
 NARROW = (-0.03, 0.05)  # bounds of humanline that a few steps reach
 
@@ -48,10 +52,45 @@ def test_tied_bfloat16_checkpoint_is_its_own_reference(run, script, ref, lora):
         assert before["eval_loss"] == first["loss"] == pytest.approx({"dpo": math.log(2), "kto": 0.5}[script], abs=1e-7)
 
 
+QUICK = {"olmo2", "ernie-moe-float32-router", "mamba"}
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+    for name in [*MODELS, *ROUNDING] if name != "bert-layers-before-the-head"])  # FSDP2 refuses how it ties weights
+def test_bfloat16_policy_rounds_like_its_reference(name):
+    """So the loss of step 0 is ln 2, wherever the reference is. The checkpoint is float32."""
+    model_type, config, *_ = (MODELS | ROUNDING)[name]
+    groups = [(prompt, sorted(completions, key=len, reverse=True)) for prompt, completions in GROUPS]
+    groups.sort(key=lambda group: -count_tokens([group]))  # as a pass orders them: another order may round differently
+    with TemporaryDirectory() as folder:
+        build(model_type, config).save_pretrained(folder)
+        reference = load(folder, dtype="bfloat16")
+        policy = load(folder, trains=True, dtype="bfloat16")
+    cache = ReferenceCache()
+    cache.fill(lambda: reference, groups)
+    places = cache, Swap(policy, reference), nullcontext(reference)
+
+    for place in places:
+        ratios = log_ratios(completion_logprobs(policy, groups), groups, reference_logprobs(place, groups))
+        assert not flat(ratios).any()
+    flat(ratios).sum().backward()
+    assert {weight.grad.dtype for weight in policy.parameters() if weight.grad is not None} == {torch.float32}
+
+
 def test_one_swap_serves_many_steps(run):
     """16 steps share a swap of a reference that stays. With lr 0 one that follows the policy stays too."""
     steps = dict(ref="swap", steps=17, batch_size=1, lr=0.0)
     assert same(run(**steps), run(**steps, sync_reference=1))
+
+
+@needs_peft
+def test_frozen_base_of_an_adapter_is_not_copied():
+    """In one process FSDP2 would copy it, layer by layer, and all of it while a rollout is sampled."""
+    policy = load(trains=True, dtype="bfloat16", lora_r=4)
+    for name, weight in policy.named_parameters():
+        assert isinstance(weight, DTensor) == weight.requires_grad == ("lora_" in name)
+        assert weight.dtype == (torch.float32 if weight.requires_grad else torch.bfloat16)
 
 
 @needs_peft

@@ -10,7 +10,7 @@ from torch import tensor
 from torch.distributed.tensor import DTensor
 
 import refcache
-from refcache import BadInput, Swap, check_agreement, full_tensor, log_ratios, shard
+from refcache import BadInput, Swap, check_agreement, full_tensor, log_ratios, shard, unsharded
 
 IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
 
@@ -105,6 +105,20 @@ def test_state_dict_is_sharded_like_the_policy():
     swap.load_state_dict(state)
     with swap:
         assert torch.equal(full_tensor(policy.lm_head.weight), make("llama", 1).lm_head.weight)
+
+
+def test_unsharded_model_has_no_hooks_and_the_same_logits():
+    """FSDP's hooks take long, and have nothing to do. Afterwards they are back."""
+    policy = make("llama")
+    shard(policy, "cpu", "bfloat16")
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in policy.modules()]
+    logits = policy(IDS).logits
+    with unsharded(policy), torch.no_grad():
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in policy.modules())
+        assert torch.equal(policy(IDS).logits, logits)
+    assert hooks == [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in policy.modules()]
+    assert sum(hooks) == 6 and torch.equal(policy(IDS).logits, logits)
+    assert all(isinstance(p, DTensor) for p in policy.parameters()), "shards again"
 
 
 def test_state_of_another_shape_is_refused():
