@@ -16,7 +16,7 @@ from test_changes import changed
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 PAGE = (ROOT / "docs/recipes.md").read_text()
-RECIPES = [text.replace("\\\n", "") for text in re.findall(r"^```bash\n(.*?)```", PAGE, flags=re.M | re.S)]
+RECIPES = [text.replace("\\\n", "") for text in re.findall("```bash\n(.*?)```", PAGE, flags=re.S)]
 COLUMNS = dict(re.findall(r"^\| `([\w/.-]+)`[^|]* \| ([^|]*) \|", PAGE, flags=re.M))
 
 # The architecture, and what the template writes before a role, after it, and after the words.
@@ -36,21 +36,21 @@ FIRST_LOSS = {"sigmoid": log(2), "sigmoid_norm": log(2), "apo_zero": 1.0, "kto":
 
 def load_dataset(name, config=None, split="train"):
     assert (config == "Preference") == ("smoltalk2" in name)
-    table = []
     for i in range(24):
         user = {"content": f"Name {i} soups.", "role": "user"}
-        chosen, rejected = ([user, {"content": f"{kind} soup", "role": "assistant"}] for kind in ("Hot", "Cold"))
+        chosen, rejected = ([user, {"content": word, "role": "assistant"}] for word in ("Broth", "Stew"))
         values = dict(prompt=user["content"], chosen=chosen, rejected=rejected,
-                      chat_template_kwargs={"enable_thinking": False, "custom_instructions": "", "xml_tools": None})
-        table.append({column: values.get(column, "other") for column in re.findall(r"`(\w+)`", COLUMNS[name])})
-    return table
+                      chat_template_kwargs={"enable_thinking": False})
+        yield {column: values.get(column, "") for column in re.findall(r"`(\w+)`", COLUMNS[name])}
 
 
 def checkpoint(name):
     kind, before, after, end = MODELS[name]
     folder = f"{FOLDER.name}/{name}"
-    build(kind, TINY | dict(sliding_window=8)).save_pretrained(folder)
+    window = 8 if kind in ("mistral", "olmo3") else None
+    build(kind, TINY | dict(sliding_window=window)).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
+
     words = "{{ m.role }}" + after + "{% if m.role == 'assistant' %}" + NO_THOUGHT + "{% endif %}{{ m.content }}"
     answer = "{% if add_generation_prompt %}" + f"{before}assistant{after}{NO_THOUGHT}" + "{% endif %}"
     template = "{% for m in messages %}" + before + words + end + "{% endfor %}" + answer
@@ -65,12 +65,12 @@ def script_and_flags(recipe):
 
 
 def case(recipe):
-    is_slow = "--lora_r" in recipe or "rloo.py" in recipe
-    return pytest.param(recipe, marks=[pytest.mark.slow] * is_slow, id=re.search(r"--out out/(\S+)", recipe)[1])
+    slow = [pytest.mark.slow] * ("lora" in recipe)
+    return pytest.param(recipe, marks=slow, id=recipe.split()[-1])
 
 
-def test_the_page_has_nine_recipes_of_these_models():
-    assert len(RECIPES) == len(re.findall(r"^## .*: `\w+\.py`$", PAGE, flags=re.M)) == 9
+def test_each_of_nine_recipes_is_parsed_by_its_script():
+    assert len(RECIPES) == 9
     assert {script_and_flags(recipe)[1].model for recipe in RECIPES} == set(MODELS)
 
 
@@ -81,17 +81,18 @@ def test_recipe_runs_with_its_own_flags(recipe, tmp_path, monkeypatch):
     script, args = script_and_flags(recipe)
     kind, before, after, end = MODELS[args.model]
     args.model, args.steps, args.batch_size, args.max_new_tokens = checkpoint(args.model), 2, 4, 3
-    if script is SCRIPTS["rloo"]:
-        Path("no_eos.py").write_text(re.search(r"```python\n(def no_eos.*?)```", PAGE, flags=re.S)[1])
+
+    if "rloo.py" in recipe:
+        Path("no_eos.py").write_text(re.search("\ndef no_eos.*?(?=```)", PAGE, flags=re.S)[0])
         config = AutoConfig.for_model(kind, **TINY | dict(num_labels=1))
         AutoModelForSequenceClassification.from_config(config).save_pretrained(args.reward_model)
         TOKENIZER.save_pretrained(args.reward_model)
 
-    history = script.main(args)
-    assert [values["step"] for values in history] == [0, 1, 2]
+    _, first, _ = script.main(args)  # before training, and two steps
     loss = "".join(vars(args).get("loss", ()))
-    assert history[1]["loss"] == pytest.approx(FIRST_LOSS.get(loss, history[1]["loss"]), abs=1e-4)
-    prompt = re.sub(r"\d+", "0", read(Path(args.out, "samples.jsonl"))[0]["prompt"])
-    assert prompt.count("Name 0 soups.") == 1
-    assert kind == "gpt_neox" or prompt.startswith(f"{before}user{after}Name 0 soups.{end}{before}assistant{after}")
-    assert ("<think>" in prompt) == (kind == "smollm3")
+    if loss in FIRST_LOSS:
+        assert first["loss"] == pytest.approx(FIRST_LOSS[loss], abs=1e-4)
+
+    prompt = re.sub(r"\d+", "0", read(f"{args.out}/samples.jsonl")[0]["prompt"])
+    whole = f"{before}user{after}Name 0 soups.{end}{before}assistant{after}" if before else "Name 0 soups."
+    assert prompt == whole + "<think>\n\n</think>\n" * (kind == "smollm3")
