@@ -81,7 +81,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 # What may differ when a run is resumed. Of models and data the content is compared, not the path.
 MAY_CHANGE = ("model ref_model data eval_data out ref_cache tokens_per_forward gradient_checkpointing save_every "
               "save_dtype eval_every samples wandb code").split()
-SMALLEST = dict(steps=-1, lr=0, warmup=0, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1)  # values of flags
+SMALLEST = dict(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1)  # values; 0 for all other flags
 
 
 @dataclass
@@ -354,9 +354,6 @@ def train(args: Args, out: Path) -> list[dict]:
     save_model(policy, tokenizer, out / "model", args)
     remove_checkpoints(out)  # the run is finished
     history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    before, after = (values.get("eval_nll/chosen", 0.0) for values in (history[0], history[-1]))
-    if after > before + 1:
-        print("Chosen answers are less likely than before: lower --lr or raise --beta")
     print(f"see {out}/model and {out}/samples.jsonl")
     return history
 
@@ -386,7 +383,8 @@ def write_samples(policy, tokenizer, rows: list, score, step: int, out: Path, ar
     lines = [dict(step=step, prompt=prompt, completion=text) for prompt, text in zip(prompts, texts)]
 
     if score:
-        columns = {name: [row.columns.get(name) for row in rows] for name in rows[0].columns}
+        names = set().union(*(row.columns for row in rows))
+        columns = {name: [row.columns.get(name) for row in rows] for name in names}
         prompts = columns.pop("prompt")
         if isinstance(prompts[0], list):
             texts = [[{"role": "assistant", "content": text}] for text in texts]
@@ -807,8 +805,9 @@ def complete_flags(args, new_tokens: int = 0):
         value = vars(args)[flag]
         if get_origin(kind) is Literal and value not in get_args(kind):
             raise BadInput(f"--{flag} {value}: choose one of {', '.join(get_args(kind))}")
-        if value is not None and flag in SMALLEST and not value >= SMALLEST[flag]:  # `not >=` also catches NaN
-            raise BadInput(f"--{flag} {value}: must be at least {SMALLEST[flag]}")
+        smallest = SMALLEST.get(flag, 0)
+        if isinstance(value, (int, float)) and not value >= smallest:  # `not >=` also catches NaN
+            raise BadInput(f"--{flag} {value}: must be at least {smallest}")
 
     # Flags that contradict each other or the model.
     if args.sync_reference and args.ref not in ("swap", "auto"):
@@ -981,7 +980,8 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
         if run["wandb"]:
             import wandb
             run_id = digest_of([out.resolve()])  # a resumed run goes on in the same one
-            wandb.init(name=out.name, id=run_id, resume="allow", config=run, reinit="finish_previous")
+            wandb.init(name=out.name, id=run_id, resume="allow" if step else None, config=run,
+                       reinit="finish_previous")
     return step
 
 
@@ -1017,7 +1017,10 @@ def save_model(model, tokenizer, folder: Path, args):
     hidden = folder.with_name(f".{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)  # of a killed save
     dtype = args.dtype if args.save_dtype == "auto" else "float32"
-    model.save_pretrained(hidden, state_dict={name: weight.to(getattr(torch, dtype)) for name, weight in state.items()})
+    cast = {}  # tied weights stay one tensor
+    for weight in state.values():
+        cast[weight.data_ptr()] = weight.to(getattr(torch, dtype)) if weight.is_floating_point() else weight
+    model.save_pretrained(hidden, state_dict={name: cast[weight.data_ptr()] for name, weight in state.items()})
     tokenizer.save_pretrained(hidden)
     config = hidden / "config.json"
     if config.exists():  # an adapter has none. It names the dtype of the weights that train
