@@ -43,7 +43,7 @@ import warnings
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -86,7 +86,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 MAY_CHANGE = ("model ref_model reward_model data eval_data out ref tokens_per_forward rollout_tokens "
               "gradient_checkpointing save_every save_dtype eval_every wandb code").split()
 SMALLEST = dict(steps=-1, lr=0, warmup=0, beta=0, epochs=1e-6, batch_size=1, lora_r=1, k=2, temperature=1e-6,
-                max_new_tokens=1, updates_per_rollout=1)  # values of flags
+                max_new_tokens=1)  # values of flags
 EAGER = WeakSet()  # models whose decoding steps cannot be recorded as a CUDA graph
 
 
@@ -175,9 +175,7 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     columns: dict  # of the file: the prompt, and what the reward needs
 
-    @property
-    def whole_prompt(self) -> tuple[int, ...]:
-        return self.prompt
+    whole_prompt = property(lambda row: row.prompt)  # no answer can share its last token
 
 
 class Samples(NamedTuple):
@@ -290,8 +288,7 @@ def train(args: Args, out: Path) -> list[dict]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
-    print("The first prompt:")
-    print(tokenizer.decode(train_rows[0].prompt))
+    print(f"The first prompt:\n{tokenizer.decode(train_rows[0].prompt)}")
 
     batch_size = min(args.batch_size, len(train_rows))
     steps = args.steps
@@ -303,11 +300,8 @@ def train(args: Args, out: Path) -> list[dict]:
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
     check_sampler(policy, tokenizer, args)
-    if device == "cuda" and has_shared_prompts(policy):
-        print(f"a rollout takes up to {rollout_memory(policy, args) / 1e9:.1f} GB beside the weights")
     args = replace(args, ref=choose_reference(policy, args))
     reference = load_reference(policy, device, args) if args.beta else None
-
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     matrices = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
@@ -319,12 +313,8 @@ def train(args: Args, out: Path) -> list[dict]:
         state["reference"] = reference
     last_step = restore_checkpoint(out, run, state)
     if last_step == 0:
-        values = {"step": 0}
-        values |= evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
+        values = {"step": 0} | evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
         log_metrics(out, values, args)
-    if steps < 1:
-        barrier()  # the first process has written
-        return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
@@ -336,6 +326,8 @@ def train(args: Args, out: Path) -> list[dict]:
         log_samples(out, step, False, samples, rows, rewards)
         values = {"step": step} | metrics(samples, rewards) | reward_means
 
+        if step == 1 and device == "cuda":  # no step has trained yet: it is the cache of keys and values, and `draw`
+            progress.write(f"rollouts need {torch.cuda.max_memory_allocated() / 1e9:.1f} GB of the GPU")
         if step == 10 and values["frac_reward_zero_std"] == 1:
             progress.write("All samples of each prompt have equal rewards: nothing is learned")
         if step == 1 and not samples.ended.any():
@@ -388,16 +380,18 @@ def train(args: Args, out: Path) -> list[dict]:
             save_checkpoint(out, step, run, state)
         progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
-    save_model(policy, tokenizer, out / "model", args)
-    remove_checkpoints(out)  # the run is finished
-    print(f"see {out}/model and {out}/samples.jsonl")
+    if steps:
+        save_model(policy, tokenizer, out / "model", args)
+        remove_checkpoints(out)  # the run is finished
+        print(f"see {out}/model and {out}/samples.jsonl")
+    barrier()  # the first process has written
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 def choose_reference(policy, args: Args) -> str:
     """--ref auto: a live reference saves the time of exchanging all weights, where it fits into 85 % of the GPU."""
-    trains_all = all(weight.requires_grad for weight in policy.parameters())
-    if args.ref != "auto" or args.sync_reference or not trains_all or not torch.cuda.is_available():
+    is_frozen = any(not weight.requires_grad for weight in policy.parameters())  # in part, by LoRA
+    if args.ref != "auto" or args.sync_reference or is_frozen or not torch.cuda.is_available():
         return args.ref.replace("auto", "swap")
     memory = step_memory(policy, args.tokens_per_forward)
     live = memory.optimizer / (6 if args.dtype == "bfloat16" else 3)  # gradients and Adam: three float32 copies
@@ -462,28 +456,32 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
 
 
 class FixedLayer(DynamicLayer):
-    """A key-value cache of the prompts, k times each, with room for all new tokens, which stays at one address: torch.cat
-    would copy all of it for each token, and a CUDA graph could not repeat that. Attention reads the whole room, and the
-    mask hides what is not written yet. `place`, (1,), says where the next token is written."""
+    """Keys and values of the prompts, with room for all new tokens at one address: torch.cat would copy all of them for
+    each token, and a CUDA graph could not repeat that. `place`, (1,), says where the next token is written."""
     is_compileable = True  # so transformers does not search the mask for zeros, which would wait for the GPU
 
-    def __init__(self, prompts: DynamicLayer, k: int, n_tokens: int, place: torch.Tensor):
+    def __init__(self, prompts: DynamicLayer, n_tokens: int, place: torch.Tensor):
         super().__init__()
         self.is_sliding = prompts.is_sliding  # True: the mask also hides what is before the window
         self.place = place
-        repeated = (tensor.repeat_interleave(k, dim=0) for tensor in (prompts.keys, prompts.values))
-        self.keys, self.values = (F.pad(tensor, (0, 0, 0, n_tokens)) for tensor in repeated)
+        self.keys, self.values = (F.pad(tensor, (0, 0, 0, n_tokens)) for tensor in (prompts.keys, prompts.values))
+
+    @property
+    def n_read(self) -> int:
+        """Tokens that attention reads: on a GPU always the whole room, of which the mask hides what is not written yet,
+        as a graph cannot change the number; elsewhere what is written."""
+        return self.keys.shape[2] if self.keys.is_cuda else int(self.place) + 1
 
     def update(self, key, value, *args, **kwargs):
         self.keys.index_copy_(2, self.place, key)
         self.values.index_copy_(2, self.place, value)
-        return self.keys, self.values
+        return self.keys[:, :, :self.n_read], self.values[:, :, :self.n_read]
 
     def get_seq_length(self):
         return self.place[0]
 
     def get_mask_sizes(self, query_length: int):
-        return self.keys.shape[2], 0
+        return self.n_read, 0
 
 
 def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: Args) -> tuple[torch.Tensor, ...]:
@@ -493,8 +491,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     is_shared = has_shared_prompts(core)
     is_recorded = can_record(core)
     ids = [torch.tensor(prompt) for prompt in prompts]
-    ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")  # (B, longest)
-    ids = to_device(ids, device)
+    ids = to_device(pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left"), device)  # (B, longest)
     mask = (ids >= 0).long()
     ids = ids.clamp(min=0)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
@@ -507,9 +504,10 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
         out = core(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
                    logits_to_keep=1)
         logits = out.logits[:, -1].repeat_interleave(k, dim=0)
+        cache.batch_repeat_interleave(k)
         for i, layer in enumerate(cache.layers):
             if isinstance(layer, DynamicLayer):  # others hold nothing
-                cache.layers[i] = FixedLayer(layer, k, T, place)
+                cache.layers[i] = FixedLayer(layer, T, place)
         inputs["attention_mask"] = F.pad(mask, (0, T), value=1).repeat_interleave(k, dim=0)
     else:
         out = core(input_ids=ids.repeat_interleave(k, dim=0), use_cache=True)
@@ -521,26 +519,24 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     u = u.flatten(0, 1)  # (B · k, T), as all that follows
     stops = to_device(torch.tensor(stops, dtype=torch.long), device)
     tokens = torch.full((B * k, T), -1, device=device)
-    logps, entropies = torch.zeros(2, B * k, T, device=device)
+    scores = torch.zeros(2, B * k, T, device=device)  # log-probs and entropies
     rows = torch.arange(B * k, device=device)  # the samples in the rows of the cache
     alive = rows >= 0
     t = torch.zeros(1, dtype=torch.long, device=device)
 
     def sample(logits):
         """Draws token t of all rows. As `step`, it changes tensors in place, so that a CUDA graph can repeat it."""
-        token, logp, entropy = draw(logits, u[rows, t], args.temperature)
+        token, *drawn = draw(logits, u[rows, t], args.temperature)
         tokens[rows, t] = torch.where(alive, token, -1)
-        logps[rows, t] = torch.where(alive, logp, 0.0)
-        entropies[rows, t] = torch.where(alive, entropy, 0.0)
+        scores[:, rows, t] = torch.where(alive, torch.stack(drawn), 0.0)
         alive.logical_and_((token[:, None] != stops).all(dim=1))
         inputs["input_ids"].copy_(token[:, None])
         inputs["position_ids"].add_(1)
         t.add_(1)
 
     def step():
-        logits = core(**inputs, **cache, use_cache=True).logits[:, -1]
+        sample(core(**inputs, **cache, use_cache=True).logits[:, -1])
         place.add_(1)
-        sample(logits)
 
     sample(logits)
     interval, enough = (16, 0.5) if is_recorded else (1, 0.75)
@@ -563,7 +559,8 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
             replay = record(core, step)
         else:
             step()
-    return tokens.view(B, k, T), logps.view(B, k, T), entropies.sum(dim=1).view(B, k)
+    logps, entropies = scores.view(2, B, k, T)
+    return tokens.view(B, k, T), logps, entropies.sum(dim=2)
 
 
 def can_record(core) -> bool:
@@ -572,8 +569,8 @@ def can_record(core) -> bool:
 
 
 def record(core, step: Callable) -> Callable:
-    """Runs a step, and records it as a CUDA graph: one launch instead of a thousand. Returns what repeats it: the graph,
-    or the step itself if that waits for the GPU, as in some mixtures of experts, or cannot be recorded."""
+    """Runs a step, and records it as a CUDA graph, which is one launch instead of a thousand. Returns what repeats the
+    step: the graph, or the step itself if it cannot be recorded, as it waits for the GPU in some mixtures of experts."""
     stream = torch.cuda.current_stream()
     has_run = False
     try:
@@ -587,7 +584,7 @@ def record(core, step: Callable) -> Callable:
         return graph.replay
     except RuntimeError as error:
         EAGER.add(core)
-        print(f"decoding uses no CUDA graph: {one_line(error)}")
+        print(f"no CUDA graph for decoding: {one_line(error)}")
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.set_stream(stream)  # a failed recording leaves its own
@@ -608,8 +605,8 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.
 
 
 def check_sampler(policy, tokenizer, args: Args):
-    """Log-probs with a key-value cache must be those without. A CUDA graph is used only if its are: on a GPU the samples
-    are so long that it is replayed."""
+    """The sampler's log-probs, with a key-value cache, must be the trainer's, without it. On a GPU the samples are so
+    long that a CUDA graph is replayed: if its log-probs differ, decoding goes on without it."""
     core = unwrap_model(policy)
     args = replace(args, max_new_tokens=24 if can_record(core) else 8)
     ids = torch.linspace(1, policy.config.get_text_config().vocab_size - 1, 13).long().tolist()
@@ -617,25 +614,15 @@ def check_sampler(policy, tokenizer, args: Args):
     with torch.no_grad():
         logp = token_logprobs(policy, samples.groups, samples.mask.shape[2], args).sum(dim=2).cpu()
 
-    difference = ((samples.logps.sum(dim=2) - logp).abs() / samples.mask.sum(dim=2)).max()  # nats per token
+    difference = ((samples.logps.sum(dim=2) - logp).abs() / samples.mask.sum(dim=2)).max()
     if difference < (5e-2 if args.dtype == "bfloat16" else 1e-3):
         return
     problem = f"changes log-probs by {difference:.2g} nats per token"
     if not can_record(core):
         raise BadInput(f"{args.model}: a key-value cache {problem}")
     EAGER.add(core)
-    print(f"decoding uses no CUDA graph: it {problem}")
+    print(f"no CUDA graph for decoding: it {problem}")
     check_sampler(policy, tokenizer, args)
-
-
-@torch.no_grad()
-def rollout_memory(policy, args: Args) -> float:
-    """Bytes of the GPU that a rollout takes at most: its key-value cache, and the probabilities of `draw`."""
-    core = unwrap_model(policy)
-    cache = core(torch.ones(1, 64, dtype=torch.long, device=core.device), use_cache=True).past_key_values
-    per_token = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.keys is not None) / 64
-    per_row = 28 * core.config.get_text_config().vocab_size  # in `draw`: two numbers in float64, three in float32
-    return args.rollout_tokens * (per_token + per_row / args.max_new_tokens)
 
 
 # ---- Rewards ---------------------------------------------------------
@@ -655,7 +642,7 @@ def load_rewards(device: str, args: Args) -> list[tuple]:
 
 
 def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -> tuple[torch.Tensor, dict]:
-    """The weighted sum of the rewards, (B, k), or NaN; and the mean of each. Each process computes those of its rows."""
+    """The weighted sum of the rewards, (B, k), or NaN; and the mean of each reward. The processes divide the rows."""
     rank, ranks = process_rank(), process_count()
     own = slice(len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks)
     k = samples.mask.shape[1]
@@ -673,9 +660,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     all_values = []
     means = {}
     for name, function, weight in functions:
-        values = []
-        if columns:
-            values = call_function(name, function, len(columns), **inputs)
+        values = call_function(name, function, len(columns), **inputs) if columns else []
         values = torch.tensor(list(chain(*all_gather(values))))  # (B · k,)
         if values.isinf().any():
             raise BadInput(f"{name} gave an infinite reward: None would leave a completion out")
@@ -742,8 +727,8 @@ class RewardModel:
         scores = torch.zeros(len(rows))
         weights = {name: weight.to(self.device, non_blocking=True) for name, weight in self.weights.items()}
         for batch in pack([len(row) for row in rows], budget, [1] * len(rows)):
-            ids = pad_sequence([rows[i] for i in batch], batch_first=True, padding_value=-1)
-            ids = to_device(ids, self.device)
+            ids = [rows[i] for i in batch]
+            ids = to_device(pad_sequence(ids, batch_first=True, padding_value=-1), self.device)
             inputs = dict(input_ids=ids.where(ids >= 0, pad or 0), attention_mask=(ids >= 0).long())
             logits = torch.func.functional_call(self.model, weights, kwargs=inputs).logits
             scores[batch] = logits[:, 0].float().cpu()
@@ -862,7 +847,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
     if n_kept < max(1, counts["rows"] / 2):
         raise BadInput(f"{source}: too few rows, {n_kept} of {found}")
     if kinds.pop()[0] is str and tokenizer.chat_template:
-        print(f"{source}: strings are trained without the model's chat template; demo/prepare_chat.py makes messages")
+        print(f"{source}: strings are trained without the chat template; demo/prepare_chat.py makes messages")
 
 
 def tokenize(tokenizer, texts: list[str], add_bos: bool) -> list[list[int]]:
@@ -1083,8 +1068,9 @@ def complete_flags(args, new_tokens: int = 0):
         value = vars(args)[flag]
         if get_origin(kind) is Literal and value not in get_args(kind):
             raise BadInput(f"--{flag} {value}: choose one of {', '.join(get_args(kind))}")
-        if value is not None and flag in SMALLEST and not value >= SMALLEST[flag]:  # `not >=` also catches NaN
-            raise BadInput(f"--{flag} {value}: must be at least {SMALLEST[flag]}")
+        smallest = SMALLEST.get(flag, 0)
+        if isinstance(value, (int, float)) and not value >= smallest:  # `not >=` also catches NaN
+            raise BadInput(f"--{flag} {value}: must be at least {smallest}")
 
     # Flags that contradict each other or the model.
     if args.sync_reference and args.ref not in ("swap", "auto"):
@@ -1100,7 +1086,7 @@ def complete_flags(args, new_tokens: int = 0):
         args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
     if args.lr is None:
         args = replace(args, lr=1e-5 if args.lora_r or base != args.model else 1e-6)
-    if args.out is None:
+    if not args.out:
         name = f"out/{Path(__file__).stem}"
         folders = [name] + [f"{name}-{n}" for n in range(2, 1000)]
         args = replace(args, out=next(folder for folder in folders if not Path(folder, "model").exists()))
@@ -1257,7 +1243,8 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
         if run["wandb"]:
             import wandb
             run_id = digest_of([out.resolve()])  # a resumed run goes on in the same one
-            wandb.init(name=out.name, id=run_id, resume="allow", config=run, reinit="finish_previous")
+            wandb.init(name=out.name, id=run_id, resume="allow" if step else None, config=run,
+                       reinit="finish_previous")
     return step
 
 
@@ -1293,7 +1280,10 @@ def save_model(model, tokenizer, folder: Path, args):
     hidden = folder.with_name(f".{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)  # of a killed save
     dtype = args.dtype if args.save_dtype == "auto" else "float32"
-    model.save_pretrained(hidden, state_dict={name: weight.to(getattr(torch, dtype)) for name, weight in state.items()})
+    cast = {}  # tied weights stay one tensor
+    for weight in state.values():
+        cast[weight.data_ptr()] = weight.to(getattr(torch, dtype)) if weight.is_floating_point() else weight
+    model.save_pretrained(hidden, state_dict={name: cast[weight.data_ptr()] for name, weight in state.items()})
     tokenizer.save_pretrained(hidden)
     config = hidden / "config.json"
     if config.exists():  # an adapter has none. It names the dtype of the weights that train
