@@ -1,6 +1,6 @@
-"""docs/recipes.md: each command is parsed by its script and runs for two steps, with the recipe's own flags. The model is a
-tiny one of the same architecture, whose template has the role markers of the real one. The rows are written by hand in the
-columns of the data set."""
+"""docs/recipes.md: each command is parsed by its script and runs for two steps, with the recipe's own flags. The model
+is a tiny one of the same architecture, whose template has the role markers of the real one. The rows are written by
+hand in the columns of the data set."""
 import re
 import shlex
 import sys
