@@ -593,9 +593,9 @@ def split_prompt(prompt, answers: list, counts: Counter) -> tuple[str | list, li
         counts["with answers that repeat the prompt"] += 1
 
     for answer in answers:
-        ends = answer[:1] + answer[-1:] if isinstance(answer, list) else []
-        if any(message["role"] in ("user", "system") for message in ends):
-            raise ValueError("an answer begins or ends with a user or system message")
+        messages = answer if isinstance(answer, list) else []
+        if any(message["role"] in ("user", "system") for message in messages):
+            raise ValueError("an answer contains a user or system message")
     return prompt, answers
 
 

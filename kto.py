@@ -76,6 +76,7 @@ DEMO = dict(
     eval_data=f"{HERE}/demo/feedback_test.jsonl",
     score=f"{HERE}/demo/score.py:success",
     lr=2e-4,
+    beta=1.0,  # with 0.1 all answers become alike
 )
 LOGS = ("metrics.jsonl", "samples.jsonl")
 # What may differ when a run is resumed. Of models and data the content is compared, not the path.
@@ -105,7 +106,7 @@ class Args:
     lora_target: str = "all-linear"  # layers with an adapter: all-linear, or names such as q_proj,v_proj
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired has no z
-    beta: float = 0.1  # strength of the KL penalty
+    beta: float | None = None  # strength of the KL penalty; None: 0.1, in the demo 1
     desirable_weight: float = 1.0  # λ_D, the weight of desirable rows
     undesirable_weight: float = 1.0  # λ_U, the weight of undesirable rows
 
@@ -362,7 +363,8 @@ def train(args: Args, out: Path) -> list[dict]:
 
 def resolve(args: Args) -> Args:
     """Checks the flags, and fills in those that depend on others."""
-    return complete_flags(args)
+    args = complete_flags(args)
+    return replace(args, beta=0.1 if args.beta is None else args.beta)
 
 
 # ---- Answers and results: the same in dpo.py and kto.py --------------
@@ -625,9 +627,9 @@ def split_prompt(prompt, answers: list, counts: Counter) -> tuple[str | list, li
         counts["with answers that repeat the prompt"] += 1
 
     for answer in answers:
-        ends = answer[:1] + answer[-1:] if isinstance(answer, list) else []
-        if any(message["role"] in ("user", "system") for message in ends):
-            raise ValueError("an answer begins or ends with a user or system message")
+        messages = answer if isinstance(answer, list) else []
+        if any(message["role"] in ("user", "system") for message in messages):
+            raise ValueError("an answer contains a user or system message")
     return prompt, answers
 
 
