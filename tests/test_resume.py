@@ -1,6 +1,5 @@
 """Runs that are killed: the same command resumes, and gives the same bits as a run that was never interrupted."""
 import gc
-import json
 import multiprocessing
 import os
 import random
