@@ -3,6 +3,7 @@
 The code is the same text in every script (tests/test_scripts.py), so most of it is tested through dpo.py.
 """
 import csv
+import gzip
 import json
 import re
 import runpy
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import ROOT, TOKENIZER
+from runs import ROOT, TOKENIZER, read
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -128,20 +129,6 @@ def test_flags_and_columns_reach_the_template(texts):
     assert texts(chat(), tokenizer, chat_template_kwargs='{"loud": 7}')[0].startswith("None7<user>")
 
 
-def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
-    start = "\n\nHuman: Warm?\n\nAssistant: No.\n\nHuman: Now?\n\nAssistant:"
-    good = dict(chosen=start + " It is.", rejected=start + " It was.")
-    early, empty = dict(good, rejected=good["rejected"].replace("No", "Yes")), dict(good, chosen=start)
-    rows = [good, early, empty, dict(prompt=start, chosen=" It is.", rejected=" It was.")]
-    (tmp_path / "hh.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    runpy.run_path(str(ROOT / "demo/prepare_hh.py"))["main"](tmp_path / "hh.jsonl", tmp_path / "pairs.jsonl")
-    assert "2 of 4 rows" in capsys.readouterr().out
-    first, last = map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())
-    assert first == last
-    prompt = "<user>Warm?<assistant>No.<user>Now?<assistant>"
-    assert texts(first, byte_level(chat_template=PLAIN)) == [prompt, "It is.", "It was."]
-
-
 def test_strings_beside_a_template_are_reported(load, capsys):
     for rows in ([TEXT], [NO_PROMPT]):
         load(rows)
@@ -149,6 +136,50 @@ def test_strings_beside_a_template_are_reported(load, capsys):
     load([TEXT], byte_level())  # it has no template
     load(CHATS)
     assert "prepare_chat" not in capsys.readouterr().out
+
+
+# --- demo/prepare_chat.py
+
+def prepare(folder, rows, source="strings.jsonl", target="messages.jsonl"):
+    """The rows that it makes of these."""
+    open_file = gzip.open if source.endswith(".gz") else open
+    with open_file(folder / source, "wt") as file:
+        file.write("\n\n".join(map(json.dumps, rows)))
+    runpy.run_path(str(ROOT / "demo/prepare_chat.py"))["main"](str(folder / source), str(folder / target))
+    return read(folder / target)
+
+
+def test_strings_become_messages_for_each_script(load, tmp_path):
+    pair = dict(prompt="How was it?", chosen=" Good. ", rejected="Bad.", id=7)
+    rated = dict(prompt="How was it?", completion="Good.", label=False)
+    expected = chat("How was it?", "Good.", "Bad.")
+    assert prepare(tmp_path, [pair]) == [expected | dict(id=7)]
+    assert prepare(tmp_path, [rated]) == [dict(rated, prompt=expected["prompt"], completion=expected["chosen"])]
+    assert prepare(tmp_path, [dict(prompt="How was it?")]) == [dict(prompt=expected["prompt"])]
+    for rows, script in (([pair], dpo), ([rated], kto), ([dict(prompt="How was it?")], rloo)):
+        assert load(prepare(tmp_path, rows), script=script)
+
+
+def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
+    start = "\n\nHuman: Warm?\n\nAssistant: No.\n\nHuman: Now?\n\nAssistant:"
+    good = dict(chosen=start + " It is.", rejected=start + " It was.")
+    early, empty = dict(good, rejected=good["rejected"].replace("No", "Yes")), dict(good, chosen=start)
+    rows = [good, early, empty, dict(prompt=start, chosen=" It is.", rejected=" It was.")]
+    first, last = prepare(tmp_path, rows, "hh.jsonl.gz")
+    assert "2 of 4 rows" in capsys.readouterr().out
+    assert first == last
+    prompt = "<user>Warm?<assistant>No.<user>Now?<assistant>"
+    assert texts(first, byte_level(chat_template=PLAIN)) == [prompt, "It is.", "It was."]
+    assert prepare(tmp_path, [dict(prompt=start)]) == [dict(prompt=first["prompt"])]
+
+
+@pytest.mark.parametrize("bad", [
+    dict(prompt="q", chosen=said("a"), rejected=said("b")), dict(chosen="a", rejected="b"), dict(question="q"), [1]])
+def test_a_row_without_strings_is_named_and_nothing_is_written(tmp_path, bad):
+    for rows in ([TEXT, bad, TEXT], [TEXT, TEXT, bad]):
+        with pytest.raises(SystemExit, match=rf"strings.jsonl:{1 + 2 * rows.index(bad)}: .*expected strings"):
+            prepare(tmp_path, rows)
+        assert [file.name for file in tmp_path.iterdir()] == ["strings.jsonl"]
 
 
 # --- The boundary between prompt and answer
