@@ -447,7 +447,8 @@ def test_every_format_gives_the_same_rows(load, tmp_path, name):
 
 
 @pytest.mark.parametrize("name, content", [
-    ("no.jsonl", None), ("a.jsonl.gz", b"not compressed"), ("a.json", b"\xff{"), ("a.json", b'{"data": 1}'), ("a.jsonl", b"\n"),
+    ("no.jsonl", None), ("a.jsonl.gz", b"not compressed"), ("a.jsonl", b"\n"), ("a.json", b"\xff{"),
+    ("a.json", b'{"data": 1}'),
     ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good, bad, and more\n"),  # a comma outside of quotes
     ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good\n")])
 def test_bad_files_are_named(load, tmp_path, name, content):

@@ -157,12 +157,18 @@ def test_constant_rewards_change_nothing(rolled):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "longer than 0 tokens"),
-    (dict(reward=(f"{FILE}:silent",)), "reward"), (dict(reward=(f"{FILE}:infinite",)), "reward"),
+    (dict(reward=(f"{FILE}:infinite",)), "infinite gave an infinite reward: None would"),
     (dict(reward=(f"{FILE}:single",)), r"single returned \[1.0\]: expected a list of \d+ numbers or None"),
     (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNCTION"), (dict(reward=(str(FILE),)), "FILE.py:FUNCTION")])
 def test_misuse_and_bad_rewards_are_refused(changes, words):
     with pytest.raises(BadInput, match=words):
         main(arguments("rloo", **FLAGS | changes))
+
+
+def test_samples_without_any_reward_change_nothing(rolled):
+    silent = rolled(reward=(f"{FILE}:silent",))
+    assert all(math.isnan(values["reward"]) and values["grad_norm"] == 0 for values in silent.history[1:])
+    assert distance(silent, SimpleNamespace(weights=weights_of(MODEL))) == 0
 
 
 # --- Reward models
