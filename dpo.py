@@ -962,9 +962,9 @@ def log_metrics(out: Path, values: dict, args):
     with open(out / "metrics.jsonl") as file:
         before = json.loads(file.readline())
     if len(before) > 1 and before.keys() < values.keys():
-        tqdm.write(f"{'held out':29} before     now")
+        tqdm.write(f"{'held out':31} before     now")
         for name in before:
-            tqdm.write(f"{name:28} {before[name]:z7.3f} {values[name]:z7.3f}")
+            tqdm.write(f"{name:30} {before[name]:z7.3f} {values[name]:z7.3f}")
     if args.wandb:
         import wandb
         wandb.log(values, step=values["step"])
@@ -982,12 +982,14 @@ def save_model(model, tokenizer, folder: Path, args):
     state = get_model_state_dict(model, options=options)
     if not is_first_process():
         return
+
     hidden = folder.with_name(f".{folder.name}")
-    shutil.rmtree(hidden, ignore_errors=True)  # of a killed save
+    shutil.rmtree(hidden, ignore_errors=True)  # a killed save has left it
     dtype = args.dtype if args.save_dtype == "auto" else "float32"
     cast = {}  # tied weights stay one tensor
     for weight in state.values():
         cast[weight.data_ptr()] = weight.to(getattr(torch, dtype)) if weight.is_floating_point() else weight
+
     model.save_pretrained(hidden, state_dict={name: cast[weight.data_ptr()] for name, weight in state.items()})
     tokenizer.save_pretrained(hidden)
     config = hidden / "config.json"

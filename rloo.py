@@ -21,11 +21,11 @@ Shapes: B prompts per step, k samples each, T tokens in the longest. Rewards and
 tokens are (B, k, T), 0 after the end of a sample. b is the number of prompts in a micro-batch.
 
 Metrics: reward, reward_std: over all samples, before KL | rewards/NAME: of one function | frac_reward_zero_std:
-fraction of prompts with equal rewards | kl: log π − log π_ref per token | entropy: nats per token | samples/distinct:
-how many of the samples differ | completions/mean_length | completions/clipped_ratio: fraction cut off by
-max_new_tokens | loss | clip_ratio | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per
-token | grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak |
-eval_*: of one sample per held-out prompt
+fraction of prompts whose rewards are all equal; at 1 nothing is learned | kl: log π − log π_ref per token | entropy:
+nats per token | samples/distinct: how many of the samples differ | completions/mean_length |
+completions/clipped_ratio: fraction cut off by max_new_tokens | loss | clip_ratio |
+sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token | grad_norm: before clipping |
+learning_rate | seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of one sample per held-out prompt
 """
 import asyncio
 import csv
@@ -49,7 +49,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Callable, Iterator, Literal, NamedTuple, get_args, get_origin
+from typing import Callable, Literal, NamedTuple, get_args, get_origin
 from weakref import WeakSet
 
 import numpy as np
@@ -104,7 +104,7 @@ class Args:
     reward_model: str | None = None  # classifier with one output: folder or hub name
     reward_weights: tuple[float, ...] = ()  # weights of the functions, then of the model; empty: all are 1
 
-    ref: Literal["auto", "swap", "live"] = "auto"  # live: a second model on the GPU; swap: on the host; auto: if it fits
+    ref: Literal["auto", "swap", "live"] = "auto"  # live: a second model on the GPU, if it fits; swap: on the host
     ref_model: str | None = None  # the reference; None: the policy before training
     sync_reference: int | None = None  # number of steps between copies of the policy into the reference
     sync_mix: float = 1.0  # weight of the policy in each such copy
@@ -328,8 +328,6 @@ def train(args: Args, out: Path) -> list[dict]:
 
         if step == 1 and device == "cuda":  # no step has trained yet: it is the cache of keys and values, and `draw`
             progress.write(f"rollouts need {torch.cuda.max_memory_allocated() / 1e9:.1f} GB of the GPU")
-        if step == 10 and values["frac_reward_zero_std"] == 1:
-            progress.write("All samples of each prompt have equal rewards: nothing is learned")
         if step == 1 and not samples.ended.any():
             stops = tokenizer.convert_ids_to_tokens(stop_tokens(policy, tokenizer))
             progress.write(f"No sample ends: raise --max_new_tokens? Does the template end turns with one of {stops}?")
@@ -490,6 +488,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     device = core.device
     is_shared = has_shared_prompts(core)
     is_recorded = can_record(core)
+
     ids = [torch.tensor(prompt) for prompt in prompts]
     ids = to_device(pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left"), device)  # (B, longest)
     mask = (ids >= 0).long()
@@ -512,6 +511,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     else:
         out = core(input_ids=ids.repeat_interleave(k, dim=0), use_cache=True)
         logits = out.logits[:, -1]
+
     inputs["position_ids"] = positions[:, -1:].repeat_interleave(k, dim=0)
     inputs["input_ids"] = torch.zeros_like(inputs["position_ids"])
     cache = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
@@ -569,14 +569,17 @@ def can_record(core) -> bool:
 
 
 def record(core, step: Callable) -> Callable:
-    """Runs a step, and records it as a CUDA graph, which is one launch instead of a thousand. Returns what repeats the
-    step: the graph, or the step itself if it cannot be recorded, as it waits for the GPU in some mixtures of experts."""
+    """Runs a step and records it as a CUDA graph: one launch then replaces a thousand. Returns what repeats the step:
+    the graph, or the step itself if it cannot be recorded. Some mixtures of experts wait for the GPU, which a graph
+    cannot."""
     stream = torch.cuda.current_stream()
     has_run = False
+
     try:
         torch.cuda.set_sync_debug_mode("error")  # what waits raises: in the forward, which can be repeated
         step()
         has_run = True
+
         torch.cuda.set_sync_debug_mode("default")
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -1257,9 +1260,9 @@ def log_metrics(out: Path, values: dict, args):
     with open(out / "metrics.jsonl") as file:
         before = json.loads(file.readline())
     if len(before) > 1 and before.keys() < values.keys():
-        tqdm.write(f"{'held out':29} before     now")
+        tqdm.write(f"{'held out':31} before     now")
         for name in before:
-            tqdm.write(f"{name:28} {before[name]:z7.3f} {values[name]:z7.3f}")
+            tqdm.write(f"{name:30} {before[name]:z7.3f} {values[name]:z7.3f}")
     if args.wandb:
         import wandb
         wandb.log(values, step=values["step"])
@@ -1277,12 +1280,14 @@ def save_model(model, tokenizer, folder: Path, args):
     state = get_model_state_dict(model, options=options)
     if not is_first_process():
         return
+
     hidden = folder.with_name(f".{folder.name}")
-    shutil.rmtree(hidden, ignore_errors=True)  # of a killed save
+    shutil.rmtree(hidden, ignore_errors=True)  # a killed save has left it
     dtype = args.dtype if args.save_dtype == "auto" else "float32"
     cast = {}  # tied weights stay one tensor
     for weight in state.values():
         cast[weight.data_ptr()] = weight.to(getattr(torch, dtype)) if weight.is_floating_point() else weight
+
     model.save_pretrained(hidden, state_dict={name: cast[weight.data_ptr()] for name, weight in state.items()})
     tokenizer.save_pretrained(hidden)
     config = hidden / "config.json"
