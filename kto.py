@@ -30,6 +30,7 @@ import asyncio
 import csv
 import gzip
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -42,7 +43,7 @@ import warnings
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -91,9 +92,9 @@ class Args:
     data: str | None = None  # rows: .jsonl[.gz] .json .csv .parquet, or hub data NAME[:CONFIG][:SPLIT]
     eval_data: str | None = None  # held-out rows; None: they are split off --data
     eval_size: int = 128  # number of prompts that are split off --data, at most a tenth of them
-    chat_template_kwargs: str = "{}"  # JSON for the chat template, such as {"enable_thinking": false}
+    chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # such as enable_thinking False
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
-    out: str | None = None  # folder of the run; None: out/dpo, or out/dpo-2 if that is finished
+    out: str | None = None  # folder of the run; None: out/kto, or out/kto-2 if that is finished
 
     ref: Literal["cache", "swap", "live"] = "cache"  # where π_ref is kept, see README
     ref_model: str | None = None  # the reference; None: the policy before training
@@ -354,9 +355,8 @@ def train(args: Args, out: Path) -> list[dict]:
 
     save_model(policy, tokenizer, out / "model", args)
     remove_checkpoints(out)  # the run is finished
-    history = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     print(f"see {out}/model and {out}/samples.jsonl")
-    return history
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
 # ---- Flags -----------------------------------------------------------
@@ -573,18 +573,16 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
         counts["rows"] += 1
         if not prompt_ids or 0 in begins or not all(words):
             counts["dropped: empty, or no prompt and no common beginning"] += 1
-        elif len(set(sequences)) < len(sequences):
-            counts["dropped: equal answers"] += 1
         elif max(map(len, (prompt_ids, *sequences))) > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
         else:
             n_kept += 1
             yield prompt_ids, sequences, begins, columns | {"prompt": prompt}
 
-    found = "; ".join(f"{count} {note}" for note, count in counts.items())
-    print(f"{source}: {n_kept} of {found}")
+    found = f"{source}: {n_kept} of " + "; ".join(f"{count} {note}" for note, count in counts.items())
+    print(found)
     if n_kept < max(1, counts["rows"] / 2):
-        raise BadInput(f"{source}: too few rows, {n_kept} of {found}")
+        raise BadInput(f"{found}: too few rows")
     if kinds.pop()[0] is str and tokenizer.chat_template:
         print(f"{source}: strings are trained without the chat template; demo/prepare_chat.py makes messages")
 
@@ -641,7 +639,7 @@ def render(tokenizer, prompt, answers: list, args, columns: dict, counts: Counte
             raise ValueError("the tokenizer has no EOS token")
         return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
 
-    options = {"tokenize": False, "tools": columns.get("tools"), **json.loads(args.chat_template_kwargs)}
+    options = {"tokenize": False, "tools": columns.get("tools"), **args.chat_template_kwargs}
     options |= columns.get("chat_template_kwargs") or {}
     apply = partial(tokenizer.apply_chat_template, **options)
     ending = "continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"
@@ -666,7 +664,7 @@ def render(tokenizer, prompt, answers: list, args, columns: dict, counts: Counte
 def find_answer(apply: Callable, prompt: list[dict], answer: list[dict]) -> int:
     """Where the answer's words begin in the text of prompt + answer: where a mark before them is rendered."""
     if set().union(*answer) != {"role", "content"}:
-        raise ValueError("the template changes the prompt before an answer that is not only role and content")
+        raise ValueError("the template changes the prompt, and the answer has more than role and content")
     mark = "\uffff"  # is in no text
     start = apply([*prompt, answer[0] | {"content": mark + answer[0]["content"]}, *answer[1:]]).find(mark)
     if start < 0:
@@ -777,8 +775,12 @@ def load_function(spec: str) -> Callable:
 def call_function(spec: str, function: Callable, n: int, **columns) -> list[float]:
     """What a user's reward or score returns for n completions: a number each, NaN for None. A coroutine is awaited.
     What the function itself raises keeps its traceback."""
+    try:
+        inspect.signature(function).bind(**columns)
+    except TypeError as error:
+        raise BadInput(f"{spec}: {error}: add **columns") from None
     values = function(**deepcopy(columns))  # it may change its arguments
-    if asyncio.iscoroutine(values):
+    if inspect.iscoroutine(values):
         values = asyncio.run(values)
 
     try:
