@@ -2,6 +2,7 @@
 
     python benchmarks/simulate.py                                     # which card: the table of README.md
     python benchmarks/simulate.py dpo --model Qwen3-8B --lora_r 16    # other flags are the script's
+    python benchmarks/simulate.py rloo --tokens 4096 --median 512 --k 8    # also ms per token of a rollout
     python benchmarks/simulate.py trl --config FILE --gpu A100        # DPOConfig's; needs trl==1.16.0
 
 main() of the script, or DPOTrainer, runs on fake CUDA tensors (fake_gpu.py; needs g++). Replaced are weights (shapes
@@ -36,10 +37,13 @@ class Args:
     model: Literal[tuple(SHAPES)] = "Qwen2.5-1.5B"
     config: str | None = None  # a config.json instead
     gpu: Literal[tuple(GPUS)] = "H100"
-    processes: int = 1  # of dpo.py; one of them is shown
+    processes: int = 1  # one of them is shown
     tokens: int = 16384  # of a forward; rloo: of the prompts
     forwards: int = 1  # of a step
     median: int = 256  # tokens of a prompt, and of an answer
+    host: float = 5.0  # microseconds of the host for each kernel
+    compile: bool = False  # estimate changes/compile.patch: fewer bytes of norms, MLPs and log-softmax
+    graph: bool = True  # rollouts replay a CUDA graph, else each kernel is started by the host
     tiny: bool = False  # every script, in seconds
 
 
@@ -68,7 +72,7 @@ def random_rows(script, args: Args) -> list:
         if tokens > 0.95 * args.tokens * args.forwards * args.processes:  # packed, they fill so many forwards
             return rows
         values = dict(prompt=x, chosen=y, rejected=z, completion=y, other=z, is_desirable=len(rows) % 2 == 0,
-                      columns={"prompt": ""})
+                      whole_prompt=x, columns={"prompt": ""})
         rows.append(script.Row(*map(values.get, script.Row._fields)))
 
 
@@ -102,7 +106,7 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
     given = replace(
         tyro.cli(script.Args, args=flags, use_underscores=True), model=folder, data="none", out=f"{folder}/out",
         steps=1, batch_size=len(rows), max_length=32000, tokens_per_forward=args.tokens)
-    gpu = FakeGPU(args.gpu)
+    gpu = FakeGPU(args.gpu, host_seconds=1e-6 * args.host)
     if script is rloo:
         gpu.integers = max(len(rows) * given.k, given.max_new_tokens)  # of samples that go on, and of their tokens
     found = []
@@ -112,6 +116,8 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
             with gpu.measure() as phase:
                 result = function(*values, **names)
             found.append((name, phase))
+            if name == "load_model" and args.compile:
+                compile_layers(gpu, result)
             return result
         return call
 
@@ -121,12 +127,16 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
             found.append(("step", step.enter_context(gpu.measure())))
 
     call_after_steps(script, end_of_step)
-    nothing = ("report", "save_checkpoint", "save_model", "check_agreement", "check_sampler", "barrier")
-    replaced = {name: lambda *_: [{}] for name in nothing} | dict(
+    nothing = ("save_checkpoint", "save_model", "check_agreement", "check_sampler", "barrier")
+    replaced = {name: lambda *_: None for name in nothing} | dict(
         load_data=lambda *_: (rows, []), probe=passing_probe,
-        batch_rows=lambda step, rows, *_: rows, processes=lambda: (0, args.processes),
+        batch_rows=lambda step, rows, *_: rows, process_count=lambda: args.processes,
         all_gather=lambda mine: [mine] * args.processes,
         load_rewards=lambda *_: [("zero", lambda completions, **_: [0.0] * len(completions), 1.0)])
+    if not args.graph:
+        replaced["can_record"] = lambda core: False
+    if args.compile:
+        replaced["log_softmax_at"] = gpu.compile(refcache.log_softmax_at)
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as step:
         for owner in (script, refcache, refcache.ReferenceCache):
             functions = {name: measured(name, function) for name, function in vars(owner).items() if name in PHASES}
@@ -134,7 +144,20 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
             stack.enter_context(patch.multiple(owner, **functions))
         stack.enter_context(gpu)
         script.main(given)
+    if gpu.forbidden:
+        raise RuntimeError(f"a step of decoding waits for the GPU: {gpu.forbidden}")
+    if gpu.graphs:
+        graph = gpu.graphs[-1]
+        found.append(("one token", SimpleNamespace(
+            before=gpu.memory, peak=gpu.memory, counts=graph, waits=[], seconds=graph["seconds"])))
     return found
+
+
+def compile_layers(gpu: FakeGPU, model):
+    """What changes/compile.patch does to a model, estimated."""
+    for module in model.modules():
+        if type(module).__name__.endswith(("RMSNorm", "MLP")):
+            module.forward = gpu.compile(module.forward)
 
 
 def run_trl(args: Args, flags: list[str], folder: str) -> list[tuple]:
