@@ -71,7 +71,7 @@ class FakeGPU(TorchDispatchMode):
 
         self.sync_mode = "default"  # "error": what waits raises
         self.forbidden = []  # reasons of waits that raised
-        self.graphs = []  # the counts of each CUDA graph that was recorded
+        self.graphs = []  # what measure() found in each CUDA graph that was recorded
 
         self.n_compiled = 0  # compiled functions that are running
         self.group = None  # ids of the storages that the present compiled kernel has read
@@ -137,8 +137,10 @@ class FakeGPU(TorchDispatchMode):
         with self.measure() as found:
             yield
         self.sync_mode = "default"
-        graph.counts = self.counts - counts
-        self.graphs.append(graph.counts)
+
+        graph.counts = found.counts
+        found.seconds = found.counts["seconds"]
+        self.graphs.append(found)
         self.counts, (self.host, self.device) = counts, clocks
         self.allocate(found.peak - found.before)
         weakref.finalize(graph, self.allocate, found.before - found.peak)
@@ -326,6 +328,7 @@ def pretend(gpu: FakeGPU):
     stream = MagicMock()  # or event
     stream.return_value.synchronize.side_effect = lambda: gpu.wait("event")
     stream.return_value.record_event.return_value = stream()
+    stream.return_value.is_capturing.return_value = False
     answers = dict(
         is_available=True, device_count=1, current_device=0, is_bf16_supported=True, get_device_capability=(9, 0),
         get_device_properties=SimpleNamespace(total_memory=gpu.size, name="simulated"), current_stream=stream(),
@@ -333,6 +336,7 @@ def pretend(gpu: FakeGPU):
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.Stream = torch.cuda.Event = stream
+    torch.accelerator.current_stream = lambda *_: stream()
     torch.cuda.synchronize = lambda *_: gpu.wait("synchronize")
     torch.cuda.CUDAGraph, torch.cuda.graph = functools.partial(Graph, gpu), gpu.record
     torch.cuda.set_sync_debug_mode = functools.partial(setattr, gpu, "sync_mode")

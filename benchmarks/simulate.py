@@ -28,6 +28,7 @@ import refcache  # of the same checkout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+SAID = ("weights ", "gradient checkpointing", "--ref ", "rollouts need", "no CUDA graph")  # beginnings of lines
 PHASES = ("load_model", "score", "rollout", "score_reference", "run_batch")  # functions that are measured
 
 
@@ -87,17 +88,19 @@ def make_folder(args: Args, folder: str):
 
 
 def run(args: Args, flags: list[str]) -> list[tuple]:
-    """Returns [(phase, what FakeGPU.measure() found), ..]"""
+    """Returns [(phase, what FakeGPU.measure() found), ..], and last ("said", lines that the script prints of memory)."""
     if "--lora_r" in flags:
         import peft  # noqa: F401  while there is no GPU
     init_process_group = dist.init_process_group
-    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()),
+    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed,
           contextlib.redirect_stderr(io.StringIO()),
           patch.object(dist, "init_process_group", lambda **_: init_process_group(
               "fake", rank=0, world_size=args.processes, store=FakeStore())),
           patch.object(PreTrainedModel, "from_pretrained", classmethod(load_stored))):
         make_folder(args, folder)
-        return (run_trl if args.what == "trl" else run_script)(args, flags, folder)
+        found = (run_trl if args.what == "trl" else run_script)(args, flags, folder)
+    said = [line for line in printed.getvalue().splitlines() if line.startswith(SAID)]
+    return [*found, ("said", said)]
 
 
 def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
@@ -132,6 +135,7 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
         load_data=lambda *_: (rows, []), probe=passing_probe,
         batch_rows=lambda step, rows, *_: rows, process_count=lambda: args.processes,
         all_gather=lambda mine: [mine] * args.processes,
+        __getitem__=lambda cache, key: np.zeros(len(key[1]), np.float32),  # other processes have scored most rows
         load_rewards=lambda *_: [("zero", lambda completions, **_: [0.0] * len(completions), 1.0)])
     if not args.graph:
         replaced["can_record"] = lambda core: False
@@ -146,11 +150,9 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
         script.main(given)
     if gpu.forbidden:
         raise RuntimeError(f"a step of decoding waits for the GPU: {gpu.forbidden}")
-    if gpu.graphs:
-        graph = gpu.graphs[-1]
-        found.append(("one token", SimpleNamespace(
-            before=gpu.memory, peak=gpu.memory, counts=graph, waits=[], seconds=graph["seconds"])))
-    return found
+    for name, phase in found:
+        phase.tokens = given.max_new_tokens if name == "rollout" else None
+    return found + [("graph of a token", graph) for graph in gpu.graphs[:1]]
 
 
 def compile_layers(gpu: FakeGPU, model):
@@ -193,26 +195,56 @@ def run_trl(args: Args, flags: list[str], folder: str) -> list[tuple]:
 
 
 def report(args: Args, flags: list[str]):
-    for name, found in run(args, flags):
-        counts, seconds = found.counts, found.seconds
-        print(f"| {' '.join([args.what, *flags])} | {name} | {counts['kernels']:,} | {len(found.waits)} "
+    *found, (_, said) = run(args, flags)
+    for name, phase in found:
+        counts, seconds = phase.counts, phase.seconds
+        print(f"| {' '.join([args.what, *flags])} | {name} | {counts['kernels']:,} | {len(phase.waits)} "
               f"| {1e3 * seconds:,.1f} | {counts['seconds'] / seconds:.0%} "
-              f"| {counts['flops'] / seconds / GPUS[args.gpu][1] / 1e12:.0%} | {found.before / 1e9:.2f} "
-              f"| {found.peak / 1e9:.2f} |", flush=True)
+              f"| {counts['flops'] / seconds / GPUS[args.gpu][1] / 1e12:.0%} | {phase.before / 1e9:.2f} "
+              f"| {phase.peak / 1e9:.2f} |", flush=True)
+    if args.tiny:
+        return
+    print("", *said, sep="\n")
+    if args.what == "rloo":
+        ways = {"with a CUDA graph": args, "without": replace(args, graph=False)}
+        for way, given in ways.items():
+            print(f"a rollout takes {token_ms(run(given, flags)):.1f} ms per token {way}", flush=True)
+
+
+def token_ms(found: list[tuple]) -> float:
+    rollout = dict(found)["rollout"]
+    return 1e3 * rollout.seconds / rollout.tokens
 
 
 def cards(args: Args):
+    """Which card DPO needs, and which one RLOO."""
     print(f"| model | GPUs | flags | loading GB | step GB | ms on {args.gpu} |\n" + "|---" * 6 + "|", flush=True)
     for model in ("Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen3-8B"):
         for processes, flags in ((1, ["--lora_r", "16"]), (1, []), (8, [])):
             for more in (["--gradient_checkpointing", "off"], ["--gradient_checkpointing", "on"]):
-                given = replace(args, what="dpo", model=model, processes=processes)
-                with multiprocessing.get_context("spawn").Pool(1) as fresh:
-                    found = fresh.apply(run, (given, flags + more))
-                loading = max(phase.peak for name, phase in found if name == "load_model")
-                step = dict(found)["step"]
+                found = run_fresh(replace(args, what="dpo", model=model, processes=processes), flags + more)
+                loading, step = loading_and_step(found)
                 print(f"| {model} | {processes} | {' '.join(flags + more)} | {loading / 1e9:.1f} "
                       f"| {step.peak / 1e9:.1f} | {1e3 * step.seconds:,.0f} |", flush=True)
+
+    print(f"\n| model | flags of rloo.py | loading GB | rollout GB | step GB | rollout ms per token | step ms "
+          f"on {args.gpu} |\n" + "|---" * 7 + "|", flush=True)
+    for model, flags in (("Qwen3-0.6B", ["--k", "8"]), ("Qwen2.5-1.5B", ["--k", "8"]),
+                         ("Qwen3-8B", ["--k", "4", "--lora_r", "16", "--gradient_checkpointing", "on"])):
+        found = run_fresh(replace(args, what="rloo", model=model, tokens=4096, median=512), flags)
+        loading, step = loading_and_step(found)
+        print(f"| {model} | {' '.join(flags)} | {loading / 1e9:.1f} | {dict(found)['rollout'].peak / 1e9:.1f} "
+              f"| {step.peak / 1e9:.1f} | {token_ms(found):.1f} | {1e3 * step.seconds:,.0f} |", flush=True)
+
+
+def run_fresh(args: Args, flags: list[str]) -> list[tuple]:
+    """run() in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:
+        return fresh.apply(run, (args, flags))
+
+
+def loading_and_step(found: list[tuple]):
+    return max(phase.peak for name, phase in found if name == "load_model"), dict(found)["step"]
 
 
 def main(args: Args, flags: list[str]):
