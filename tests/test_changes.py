@@ -6,10 +6,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import asdict
-from functools import cache
-from math import isnan, log, nan
+from functools import cache, partial
+from math import exp, log
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,21 +17,27 @@ import tyro
 from models import GROUPS, flat, gradient, logps, values_and_gradients
 from runs import EACH, ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
 from slow_losses import (
-    FORMULAS, alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, ppo, rpo,
-    tokens_of, weighted, wpo)
+    alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, rpo, weighted,
+    wpo)
 from torch import tensor
 
 import dpo
 import kto
+import refcache
 import rloo
-from refcache import BadInput, completion_logprobs
+from refcache import BadInput, completion_logprobs, log_ratios
 
 PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
 SCRIPT_OF = {name: re.search(r"^--- (\w+)\.py$", patch, re.M)[1] for name, patch in PATCHES.items()}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
 EACH_PATCH = pytest.mark.parametrize("name", PATCHES)
 SLOW = pytest.mark.slow
-FOR_EACH_SCRIPT = {"compile", "load_in_4bit"}
+MACHINERY = [name for name in ("compile", "load_in_4bit", "vllm_rollouts") if name in PATCHES]  # stack on the others
+SCRIPTS_OF = {name: [script] for name, script in SCRIPT_OF.items()}
+SCRIPTS_OF |= {"compile": list(SCRIPTS), "load_in_4bit": list(SCRIPTS), "humanline": ["kto", "dpo"]}
+STACKS = [(name, script, other) for name in PATCHES for script in SCRIPTS_OF[name] for other in MACHINERY
+          if script in SCRIPTS_OF[other] and name != other]
+NEEDS_PATCH = pytest.mark.skipif(not shutil.which("patch"), reason="needs patch(1)")
 
 
 def apply(patch, text):
@@ -47,7 +53,8 @@ def apply(patch, text):
 
 
 def changed(name, script=None):
-    return patched(name, script or SCRIPT_OF[name])
+    """The module that a patch makes of a script. NAME+OTHER: with a patch of the machinery on top."""
+    return patched(name, script or SCRIPT_OF[name.split("+")[0]])
 
 
 @cache
@@ -55,24 +62,57 @@ def patched(name, script):
     script = SCRIPTS[script]
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = script.__file__
-    exec(compile(apply(PATCHES[name], (ROOT / f"{script.__name__}.py").read_text()), name, "exec"), vars(module))
+    text = (ROOT / f"{script.__name__}.py").read_text()
+    for part in name.split("+"):
+        text = apply(PATCHES[part], text)
+    exec(compile(text, name, "exec"), vars(module))
     module.enable_shared_prompts = script.enable_shared_prompts
-    if name != "load_in_4bit":
+    if "load_in_4bit" not in name:
         module.load_checkpoint = script.load_checkpoint
     return module
 
 
 # --- The patches as files
 
+def run_patch(script, name, out):
+    """patch(1), as the README says."""
+    command = ["patch", "--fuzz=0", script, ROOT / f"changes/{name}.patch", "-o", out]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{name}: {done.stdout}"
+
+
 @EACH_PATCH
-@pytest.mark.skipif(not shutil.which("patch"), reason="needs patch(1)")
-def test_patch_applies(name, tmp_path):
-    patch, out = ROOT / f"changes/{name}.patch", tmp_path / "out"
-    for script in SCRIPTS if name in FOR_EACH_SCRIPT else [SCRIPT_OF[name]]:
-        script = ROOT / f"{script}.py"
-        done = subprocess.run(["patch", "--fuzz=0", script, patch, "-o", out], capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
-        assert out.read_text() == apply(PATCHES[name], script.read_text())
+@NEEDS_PATCH
+def test_patch_applies_to_each_of_its_scripts(name, tmp_path):
+    for script in SCRIPTS_OF[name]:
+        run_patch(ROOT / f"{script}.py", name, tmp_path / "out.py")
+        assert (tmp_path / "out.py").read_text() == apply(PATCHES[name], (ROOT / f"{script}.py").read_text())
+
+
+@EACH_PATCH
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_patch_applies_with_git(name, tmp_path):
+    shutil.copy(ROOT / f"{SCRIPT_OF[name]}.py", tmp_path)
+    command = ["git", "apply", "-p0", ROOT / f"changes/{name}.patch"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    text = (ROOT / f"{SCRIPT_OF[name]}.py").read_text()
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / f"{SCRIPT_OF[name]}.py").read_text() == apply(PATCHES[name], text)
+
+
+@NEEDS_PATCH
+@pytest.mark.parametrize("name, script, other", STACKS)
+def test_patches_of_the_machinery_stack_on_each_other_patch(name, script, other, tmp_path):
+    """In the other order they give the same text, so no part went to a wrong place."""
+    run_patch(ROOT / f"{script}.py", name, tmp_path / "one.py")
+    run_patch(tmp_path / "one.py", other, tmp_path / "both.py")
+    both = (tmp_path / "both.py").read_text()
+    compile(both, f"{name}+{other}", "exec")
+    assert both == apply(PATCHES[name], apply(PATCHES[other], (ROOT / f"{script}.py").read_text()))
+
+
+def test_all_patches_together_have_at_most_80000_characters():
+    assert sum(map(len, PATCHES.values())) <= 80_000
 
 
 @EACH_PATCH
@@ -95,9 +135,9 @@ def test_all_patches_are_in_both_tables():
 
 # --- Loss and gradient
 
-def watch(monkeypatch, name, slow_loss, function="run_batch"):
+def watch(monkeypatch, name, slow_loss, function="run_batch", script=None):
     """Compares the batches of main() with slow_loss. Returns losses and norms of gradients."""
-    fast, losses = getattr(changed(name), function), []
+    fast, losses = getattr(changed(name, script), function), []
 
     def watched(model, *inputs, **options):
         expected = slow_loss(model, *inputs) if options.get("train", True) else None
@@ -112,13 +152,14 @@ def watch(monkeypatch, name, slow_loss, function="run_batch"):
             losses.append((loss, slow_gradient.norm().item()))
         return result
 
-    monkeypatch.setattr(changed(name), function, watched)
+    monkeypatch.setattr(changed(name, script), function, watched)
     return losses
 
 
 def run(name, script=None, **flags):
-    defaults = asdict(SCRIPTS[script or SCRIPT_OF[name]].Args())
-    given = asdict(arguments(script or SCRIPT_OF[name])).items()
+    script = script or SCRIPT_OF[name.split("+")[0]]
+    defaults = asdict(SCRIPTS[script].Args())
+    given = asdict(arguments(script)).items()
     args = changed(name, script).Args(**{flag: value for flag, value in given if value != defaults[flag]} | flags)
     return changed(name, script).main(args), args
 
@@ -126,32 +167,69 @@ def run(name, script=None, **flags):
 # --- All three scripts
 
 @EACH
-def test_compile_covers_norms_and_mlps(monkeypatch, script):
+def test_compile_covers_norms_mlps_and_the_log_softmax(monkeypatch, script):
     compiled = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, dynamic: compiled.append(type(self).__name__))
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function.__name__) or function)
+    module = changed("compile", script)
+    module.compile_log_softmax.cache_clear()
     for trains in (True, False):
-        args = changed("compile", script).Args(dtype="float32", compile=trains)
-        changed("compile", script).load_model(tiny(), "cpu", args, trains)
-    assert sorted(compiled) == ["LlamaMLP"] + 3 * ["LlamaRMSNorm"]
+        module.load_model(tiny(), "cpu", module.Args(dtype="float32"), trains)
+    assert sorted(compiled) == 2 * ["LlamaMLP"] + 6 * ["LlamaRMSNorm"] + ["log_softmax_at"]
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """The log-softmax of refcache.py is as before after the test."""
+    monkeypatch.setattr(refcache, "log_softmax_at", refcache.log_softmax_at)
 
 
 @SLOW
 @pytest.mark.parametrize("script, flags", [
     ("dpo", {}), ("kto", dict(lora_r=4, lr=2e-2, gradient_checkpointing="on")), ("rloo", {})], ids=str)
-def test_compiled_runs_equal_others(script, flags):
-    plain, compiled = (run("compile", script, compile=compile, **flags)[0] for compile in (False, True))
+def test_compiled_runs_equal_others(compiler, script, flags):
+    plain = SCRIPTS[script].main(arguments(script, **flags))
+    changed("compile", script).compile_log_softmax.cache_clear()
+    compiled, _ = run("compile", script, **flags)
+    assert hasattr(refcache.log_softmax_at, "get_compiler_config")
     for one, other in zip(without_speed(plain), without_speed(compiled), strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@SLOW
+def test_compile_stacks_on_a_reward_model(compiler):
+    plain, _ = run("reward_model", steps=2)
+    changed("reward_model+compile").compile_log_softmax.cache_clear()
+    compiled, _ = run("reward_model+compile", steps=2)
+    for one, other in zip(without_speed(plain), without_speed(compiled), strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sft+load_in_4bit", pytest.param("aot+load_in_4bit", marks=SLOW)])
+def test_load_in_4bit_stacks_on_other_patches(name):
+    bitsandbytes, _ = map(pytest.importorskip, ("bitsandbytes", "peft"))
+    history, args = run(name, steps=2, lora_r=4, lr=2e-2, dtype="float32")
+    layers = changed(name).load_model(args.model, "cpu", args, trains=True).modules()
+    assert any(isinstance(layer, bitsandbytes.nn.Linear4bit) for layer in layers)
+    assert len(history) == 3 and history[-1]["eval_loss"] != history[0]["eval_loss"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_policy_and_reference_in_4_bits_are_equal_at_step_1(dtype):
+    pytest.importorskip("bitsandbytes")
+    history, _ = run("load_in_4bit", lora_r=4, dtype=dtype, steps=1)
+    assert history[1]["logratio"] <= 1e-6 and history[1]["loss"] == pytest.approx(log(2), abs=1e-6)
 
 
 @pytest.mark.parametrize("script", ["dpo", pytest.param("rloo", marks=SLOW)])
 def test_load_in_4bit_equals_the_dequantized_model(script):
     bitsandbytes, peft = map(pytest.importorskip, ("bitsandbytes", "peft"))
     with pytest.raises(BadInput, match="adapter"):
-        run("load_in_4bit", script, load_in_4bit=True)
-    history, args = run("load_in_4bit", script, load_in_4bit=True, lora_r=4, lr=2e-2, dtype="float32")
+        run("load_in_4bit", script)
+    history, args = run("load_in_4bit", script, lora_r=4, lr=2e-2, dtype="float32")
     assert history[1].get("logratio", history[1].get("kl")) == pytest.approx(0, abs=1e-6)
     assert script == "rloo" or b" in NF4" in Path(args.out, "reference_logprobs.pkl").read_bytes()
+
     policy = changed("load_in_4bit", script).load_model(f"{args.out}/model", "cpu", args, trains=True)
     other = peft.PeftModel.from_pretrained(load(), f"{args.out}/model", is_trainable=True).eval()
     for layer, linear in zip(policy.modules(), other.modules(), strict=True):
@@ -159,12 +237,45 @@ def test_load_in_4bit_equals_the_dequantized_model(script):
             weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
             assert not torch.equal(weight, linear.weight)
             linear.weight.data = weight
+
     logps, grads = values_and_gradients(completion_logprobs, policy, GROUPS)
     other_logps, other_grads = values_and_gradients(completion_logprobs, other, GROUPS)
     assert (logps - other_logps).abs().max() < 1e-4
     assert (grads - other_grads).norm() < 1e-4 * other_grads.norm()
     with policy.disable_adapter():
         assert (logps - flat(completion_logprobs(policy, GROUPS))).abs().max() > 1e-2
+
+
+# --- KTO or DPO
+
+@pytest.mark.parametrize("script", ["kto", "dpo"])
+def test_humanline_clamps_and_copies_before_the_update(monkeypatch, script):
+    low, high = -0.03, 0.05  # bounds that a few steps reach
+    monkeypatch.setattr(changed("humanline", script), "log_ratios", partial(log_ratios, clamp=(low, high)))
+    reference = load()
+    clamped = []
+
+    def slow_loss(policy, rows, *_):
+        def sums(name):
+            answers = [(row.prompt, getattr(row, name)) for row in rows]
+            with torch.no_grad():
+                refs = logps(reference, answers)
+            ratios = [y - ref for y, ref in zip(logps(policy, answers), refs)]
+            clamped.append(sum(int(((tokens < low) | (tokens > high)).sum()) for tokens in ratios))
+            return torch.stack([tokens.clamp(low, high).sum() for tokens in ratios])
+
+        if script == "dpo":
+            losses = dpo_loss(0.3 * (sums("chosen") - sums("rejected")))
+        else:
+            sign = tensor([1.0 if row.is_desirable else -1.0 for row in rows])
+            z = sums("other").detach().mean().clamp(min=0)
+            losses = 1 - torch.sigmoid(0.3 * sign * (sums("completion") - z))
+        reference.load_state_dict(policy.state_dict())  # the policy before this step's update
+        return losses.mean()
+
+    losses = watch(monkeypatch, "humanline", slow_loss, script=script)
+    run("humanline", script, beta=0.3, ref="swap", sync_reference=1)
+    assert len(losses) == 3 and clamped[0] == 0 and min(clamped[-2:]) > 0
 
 
 # --- Pairs
@@ -199,6 +310,25 @@ def test_loss_of_pairs(monkeypatch, name, formula, flags):
     assert len(losses) == 2
 
 
+@pytest.mark.parametrize("divergence, f_prime", [
+    ("forward_kl", lambda r: 1 - 1 / r), ("js", lambda r: log(2 * r / (1 + r))),
+    ("alpha", lambda r: (1 - r ** -0.5) / 0.5)])
+def test_constants_of_f_divergence_count_in_losses_of_single_ratios(divergence, f_prime):
+    """The second pair is at π = π_ref, where the losses are known."""
+    module = changed("f_divergence")
+    ratio_w, ratio_l, len_w, len_l = tensor([2.0, 0.0]), tensor([-1.0, 0.0]), tensor([10.0, 10.0]), tensor([40.0, 40.0])
+    batch = module.Batch(-ratio_w, -ratio_l, ratio_w, ratio_l, len_w, len_l)
+    w, l = f_prime(exp(2.0)), f_prime(exp(-1.0))
+    expected = {
+        "ipo": [(w / 10 - l / 40 - 5) ** 2, 25.0],
+        "sigmoid_norm": [log(1 + exp(-0.1 * (w / 10 - l / 40))), log(2)],
+        "apo_zero": [1 - 1 / (1 + exp(-0.1 * w)) + 1 / (1 + exp(-0.1 * l)), 1.0],
+    }
+    for name, losses in expected.items():
+        args = module.Args(loss=(name,), divergence=divergence)
+        assert module.weighted_loss(batch, args).tolist() == pytest.approx(losses, rel=1e-5)
+
+
 def test_iterative_dpo(monkeypatch):
     module, drawn, prompts, frozen = changed("iterative_dpo"), [], [], load(model_with_many_ends())
     generate, spec = module.generate, arguments("rloo").reward[0]
@@ -224,9 +354,24 @@ def test_iterative_dpo(monkeypatch):
     losses = watch(monkeypatch, "iterative_dpo", slow_loss)
     flags = dict(model=model_with_many_ends(), max_new_tokens=6, ref="swap", sync_reference=2)
     _, args = run("iterative_dpo", beta=0.3, score=spec, **flags)
-    assert [abs(loss - log(2)) < 1e-5 for loss, _ in losses] == [True, False, True] and len(drawn) == 2
+    assert [abs(loss - log(2)) < 1e-5 for loss, _ in losses] == [True, False, True] and len(drawn) == 3
     rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args())
     assert prompts == [[row.prompt for row in dpo.batch_rows(step, rows, 3, 0)] for step in (1, 2, 3)]
+
+
+def test_iterative_dpo_leaves_out_answers_without_a_score(monkeypatch):
+    module = changed("iterative_dpo")
+    monkeypatch.setattr(module, "generate", lambda *_: [(n,) for n in range(8)])
+    rows = 2 * [dpo.Row((9,), (), (), (9,), {"prompt": "?"})]
+    args = module.Args(score="by hand", max_new_tokens=1)
+    pairs = module.draw_pairs(None, TOKENIZER, rows, lambda **_: [None, 1.0, 2.0, None] + 4 * [None], args)
+    assert [(row.chosen, row.rejected) for row in pairs] == [((2,), (1,)), ((4,), (4,))]
+
+
+def test_iterative_dpo_needs_a_score_and_a_moving_reference():
+    for flags in (dict(ref="swap", sync_reference=2), dict(score="a.py:f", ref="swap")):
+        with pytest.raises(BadInput, match="--score, and --sync_reference"):
+            run("iterative_dpo", **flags)
 
 
 def test_ema_saves_the_average():
@@ -275,80 +420,3 @@ def test_sft(monkeypatch, tmp_path):
     args.score = "keeps columns"
     assert [row.columns["completion"] for row in changed("sft").load_rows(args.data, TOKENIZER, args)] == good
     assert len(changed("sft").load_rows(str(tmp_path / "rows.jsonl"), TOKENIZER, args)) == len(rows) > len(good)
-
-
-# --- Samples
-
-SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0.0]])  # one scored sample; a tie
-
-
-def watch_samples(monkeypatch, name, formula, beta):
-    """The same of samples, which are returned, too."""
-    module, reference, known = changed(name), load(model_with_many_ends()), {}
-    rollout = module.rollout
-
-    def watched_rollout(policy, tokenizer, prompts, k, *rest):
-        samples = rollout(policy, tokenizer, prompts, k, *rest)
-        noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
-        samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # of another sampler
-        rows = [(prompt, y) for prompt, ys in samples.groups for y in ys]
-        with torch.no_grad():
-            olds, refs = (logps(model, rows) for model in (policy, reference if beta else policy))
-        known.update({prompt: [] for prompt, _ in samples.groups})
-        for (prompt, y), sampler, old, ref in zip(rows, samples.logps.flatten(0, 1), olds, refs):
-            known[prompt].append(SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=old, ref=ref))
-        return samples
-
-    def crafted_rewards(samples, *rest):
-        for (prompt, _), rewards, ended in zip(samples.groups, SCORES.tolist(), samples.ended):
-            for y, reward, has_ended in zip(known[prompt], rewards, ended):
-                y.reward = reward if has_ended else nan  # --mask_truncated
-        return SCORES, {}
-
-    def slow_loss(policy, samples, *_):
-        rows = [(prompt, y) for prompt, _ in samples.groups for y in known[prompt]]
-        for (_, y), logp in zip(rows, logps(policy, [(prompt, y.tokens) for prompt, y in rows])):
-            y.logp = logp
-        return formula([known[prompt] for prompt, _ in samples.groups], beta)
-
-    monkeypatch.setattr(module, "rollout", watched_rollout)
-    monkeypatch.setattr(module, "compute_rewards", crafted_rewards)
-    monkeypatch.setattr(module, "check_sampler", lambda *_: None)
-    return watch(monkeypatch, name, slow_loss), known
-
-
-SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_per_rollout=2, eval_data=None,
-             eval_size=0)
-
-
-@pytest.mark.parametrize("beta", [0.3, pytest.param(0.0, marks=SLOW)])
-@pytest.mark.parametrize("name", FORMULAS)
-def test_loss_of_samples(monkeypatch, name, beta):
-    losses, _ = watch_samples(monkeypatch, name, FORMULAS[name], beta)
-    steps = 2 if beta else 1
-    history, _ = run(name, model=model_with_many_ends(), steps=steps, beta=beta, **SIZES)
-    assert len(losses) == steps * (8 if name == "mini_batches" else 2)
-    assert max(norm for _, norm in losses) > 1e-3 or (name, beta) == ("online_dpo", 0.0)
-    if beta and name not in ("online_dpo", "gspo"):
-        assert max(values["clip_ratio"] for values in history[1:]) > 0
-
-
-def test_value_baseline(monkeypatch):
-    losses, known = watch_samples(monkeypatch, "value_baseline", ppo, 0.3)
-
-    def slow_critic(critic, samples, mask, returns, args):
-        total = 0
-        for prompt, _ in samples.groups:
-            for y in known[prompt]:
-                values = critic(tensor([prompt + y.tokens])).logits[0, len(prompt) - 1:-1, 0]
-                if returns is None:
-                    y.values = values.tolist()
-                elif not isnan(y.reward):
-                    total = total + ((values - tensor(y.returns)) ** 2).sum() / 2
-        return None if returns is None else total / tokens_of(known[prompt] for prompt, _ in samples.groups)
-
-    critic_losses = watch(monkeypatch, "value_baseline", slow_critic, "run_critic")
-    run("value_baseline", model=model_with_many_ends(), beta=0.3, steps=2, **SIZES)
-    assert len(losses) == len(critic_losses) == 4 and critic_losses[-1] < critic_losses[0]
-    monkeypatch.undo()
-    run("value_baseline", k=1, steps=1)
