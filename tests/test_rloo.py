@@ -222,6 +222,15 @@ def test_bad_reward_models_are_refused(tmp_path):
         RewardModel(classifier(tmp_path / "two", outputs=2), "cpu", Args())
 
 
+def test_out_of_memory_in_a_rollout_names_its_flag(monkeypatch):
+    def decode(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rloo, "decode", decode)
+    with pytest.raises(BadInput, match="--rollout_tokens"):
+        main(arguments("rloo", **FLAGS))
+
+
 # --- Training
 
 def sums(model, groups, temperature):
