@@ -214,6 +214,12 @@ def test_load_in_4bit_stacks_on_other_patches(name):
     assert len(history) == 3 and history[-1]["eval_loss"] != history[0]["eval_loss"]
 
 
+def test_load_in_4bit_needs_one_process(monkeypatch):
+    monkeypatch.setattr(changed("load_in_4bit"), "process_count", lambda: 2)
+    with pytest.raises(BadInput, match="one process"):
+        run("load_in_4bit", lora_r=4)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_policy_and_reference_in_4_bits_are_equal_at_step_1(dtype):
     pytest.importorskip("bitsandbytes")
@@ -251,6 +257,7 @@ def test_load_in_4bit_equals_the_dequantized_model(script):
 @pytest.mark.parametrize("script", ["kto", "dpo"])
 def test_humanline_clamps_and_copies_before_the_update(monkeypatch, script):
     low, high = -0.03, 0.05  # bounds that a few steps reach
+    assert changed("humanline", script).log_ratios.keywords == {"clamp": (-1.0, 1.5)}  # in nats
     monkeypatch.setattr(changed("humanline", script), "log_ratios", partial(log_ratios, clamp=(low, high)))
     reference = load()
     clamped = []
@@ -280,21 +287,8 @@ def test_humanline_clamps_and_copies_before_the_update(monkeypatch, script):
 
 # --- Pairs
 
-@pytest.mark.parametrize("name, formula, flags", [
-    ("orpo", orpo, {}), ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
-    ("dpop", dpop, dict(model=tiny(1), ref_model=tiny())),  # else the sign of a ratio of 0 is rounding
-    ("ld_dpo", weighted(lambda t, shorter: 1 if t < shorter else 0.5), {}),
-    ("f_divergence", f_divergence(lambda r: -1 / r), dict(divergence="forward_kl")),
-    ("f_divergence", f_divergence(lambda r: torch.log(2 * r / (1 + r))), {}),
-    pytest.param("f_divergence", f_divergence(lambda r: (1 - r ** -0.2) / 0.2),
-                 dict(divergence="alpha", alpha=0.2), marks=SLOW),
-    ("token_weights", weighted(lambda t, shorter: t % 3), {}), ("rpo", rpo(coins), dict(distance="fwd_kl")),
-    pytest.param("rpo", rpo(lambda m, d: (m - d) ** 2), dict(distance="sq"), marks=SLOW),
-    pytest.param("rpo", rpo(lambda m, d: coins(d, m)), {}, marks=SLOW),
-    ("aot", "aot", dict(tokens_per_forward=1)), ("aot", "aot", dict(tokens_per_forward=10_000)),
-    ("aot", "aot_unpaired", dict(tokens_per_forward=1, loss=("aot_unpaired",)))])
-def test_loss_of_pairs(monkeypatch, name, formula, flags):
-    """AOT compares the sorted batch under any micro-batching."""
+def add_columns(monkeypatch, name):
+    """Gives each row the columns that token_weights and rpo read."""
     encode = changed(name).encode
 
     def with_columns(*inputs):
@@ -304,10 +298,38 @@ def test_loss_of_pairs(monkeypatch, name, formula, flags):
                 "chosen_weights": w, "rejected_weights": l, "chosen_reward": sum(w) / 9, "rejected_reward": "0.2"}
 
     monkeypatch.setattr(changed(name), "encode", with_columns)
+
+
+@pytest.mark.parametrize("name, formula, flags", [
+    ("orpo", orpo, {}), ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
+    ("dpop", dpop, dict(model=tiny(1), ref_model=tiny())),  # else the sign of a ratio of 0 is rounding
+    ("ld_dpo", weighted(lambda t, shorter: 1 if t < shorter else 0.5), {}),
+    ("f_divergence", f_divergence(lambda r: -1 / r), dict(divergence="forward_kl")),
+    ("f_divergence", f_divergence(lambda r: torch.log(2 * r / (1 + r))), {}),
+    pytest.param("f_divergence", f_divergence(lambda r: (1 - r ** -0.2) / 0.2),
+                 dict(divergence="alpha", alpha=0.2), marks=SLOW),
+    ("token_weights", weighted(lambda t, shorter: t % 3), {}),
+    ("rpo", rpo(lambda m, d: coins(m, 2 * d)), dict(distance="fwd_kl", rpo_eta=2.0)),
+    pytest.param("rpo", rpo(lambda m, d: (m - d) ** 2), dict(distance="sq"), marks=SLOW),
+    pytest.param("rpo", rpo(lambda m, d: coins(d, m)), {}, marks=SLOW),
+    ("aot", "aot", dict(tokens_per_forward=1)), ("aot", "aot", dict(tokens_per_forward=10_000)),
+    ("aot", "aot_unpaired", dict(tokens_per_forward=1, loss=("aot_unpaired",)))])
+def test_loss_of_pairs(monkeypatch, name, formula, flags):
+    """AOT compares the sorted batch under any micro-batching."""
+    add_columns(monkeypatch, name)
     slow_loss = aot(formula, load()) if name == "aot" else of_pairs(formula, load())
     losses = watch(monkeypatch, name, slow_loss)
     run(name, beta=0.3, steps=2, **flags)
     assert len(losses) == 2
+
+
+@pytest.mark.parametrize("name", ["token_weights", "ld_dpo"])
+def test_weights_of_tokens_multiply_log_probs_as_they_do_log_ratios(monkeypatch, name):
+    """Without a reference both are the same."""
+    add_columns(monkeypatch, name)
+    history, _ = run(name, ref="none", beta=0.3, steps=1)
+    for answer in ("chosen", "rejected"):
+        assert history[1][f"rewards/{answer}"] == pytest.approx(0.3 * history[1][f"logps/{answer}"], rel=1e-5)
 
 
 @pytest.mark.parametrize("divergence, f_prime", [
