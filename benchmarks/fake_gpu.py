@@ -2,11 +2,13 @@
 
 What runs on the CPU is real. On "cuda" are fake tensors of torch, whose operators check shapes, dtypes and devices.
 Each is one kernel, or as many as KERNELS says, and takes the longer of FLOPs / rate and bytes / bandwidth. The host
-runs ahead until it waits. It reads 1e-6, True, or `integers`. Memory is what tensors hold, not buffers of kernels,
-allocator, cuBLAS, NCCL and CUDA context (1 to 2 GB).
+runs ahead until it waits. It reads 1e-6, True, or `integers`. A CUDA graph is recorded by counting: what waits in it
+raises, and a replay costs the host one launch. Memory is what tensors hold, not buffers of kernels, allocator, cuBLAS,
+NCCL and CUDA context (1 to 2 GB).
 """
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import os
@@ -43,7 +45,7 @@ GPUS = {  # of the data sheet: GB, bfloat16 TFLOP/s, TB/s; then the shares that 
     "H200": (141, 989, 4.8, 0.80, 0.40, 0.90),
     "A100": (80, 312, 2.04, 0.80, 0.60, 0.88),
 }
-HOST_SECONDS, KERNEL_SECONDS = 5e-6, 2e-6  # to start a kernel; of the smallest kernel
+HOST_SECONDS, KERNEL_SECONDS = 5e-6, 2e-6  # to start a kernel or a graph; of the smallest kernel
 LINK_RATE = 5e10  # bytes per second between CPU and GPU
 KERNELS = {"_varlen_attn": 2, "_varlen_attn_backward": 5, "index_add": 2}
 NO_KERNEL = ("empty", "new_empty", "resize", "set_", "detach", "alias", "_unsafe_view", "_reshape_alias", "lift_fresh")
@@ -52,19 +54,28 @@ NO_KERNEL = ("empty", "new_empty", "resize", "set_", "detach", "alias", "_unsafe
 class FakeGPU(TorchDispatchMode):
     """`with gpu:` tensors on "cuda" are fake. `with gpu.measure() as found:` counts."""
 
-    def __init__(self, name: str, integers: int = 1):
+    def __init__(self, name: str, integers: int = 1, host_seconds: float = HOST_SECONDS):
         super().__init__()
         size, flop_rate, byte_rate, *self.shares = GPUS[name]
         self.size, self.flop_rate, self.byte_rate = 1e9 * size, 1e12 * flop_rate, 1e12 * byte_rate
         self.integers = integers
+        self.host_seconds = host_seconds  # for each kernel
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.blocks = {}  # id of a storage -> [its weak reference, its bytes]
         self.sent = {}  # id of a storage -> the tensor of int32 that the CPU has sent there
-        self.memory = 0  # bytes
+        self.memory = self.most = 0  # bytes, now and at the peak
         self.host = self.device = 0.0  # seconds: the clocks of both
         self.counts = Counter()  # kernels, flops, seconds
         self.waits = []  # reasons
         self.measuring = []
+
+        self.sync_mode = "default"  # "error": what waits raises
+        self.forbidden = []  # reasons of waits that raised
+        self.graphs = []  # what measure() found in each CUDA graph that was recorded
+
+        self.n_compiled = 0  # compiled functions that are running
+        self.group = None  # ids of the storages that the present compiled kernel has read
+        self.sources = {}  # id of a storage in no memory yet -> what computes it: {id of a storage: bytes}
         pretend(self)
 
     @contextlib.contextmanager
@@ -89,16 +100,24 @@ class FakeGPU(TorchDispatchMode):
     def resize(self, storage, size):
         block = self.blocks.get(id(storage))
         if block:
-            self.memory += size - block[1]
+            self.allocate(size - block[1])
             block[1] = size
+
+    def allocate(self, size):
+        self.memory += size
+        self.most = max(self.most, self.memory)
         for found in self.measuring:
             found.peak = max(found.peak, self.memory)
 
     def free(self, key):
         self.sent.pop(key, None)
+        self.sources.pop(key, None)
         self.memory -= self.blocks.pop(key)[1]
 
     def wait(self, reason: str):
+        if self.sync_mode == "error":
+            self.forbidden.append(reason)
+            raise RuntimeError(f"a synchronizing CUDA operation: {reason}")
         self.waits.append(reason)
         self.host = max(self.host, self.device)
 
@@ -106,8 +125,54 @@ class FakeGPU(TorchDispatchMode):
         bandwidth = self.byte_rate * self.shares[2]
         seconds = max(flops / self.flop_rate / share, moved / bandwidth, KERNEL_SECONDS * kernels)
         self.counts.update(kernels=kernels, flops=flops, seconds=seconds)
-        self.host += kernels * HOST_SECONDS
+        self.host += kernels * self.host_seconds
         self.device = max(self.device, self.host) + seconds
+
+    @contextlib.contextmanager
+    def record(self, graph):
+        """torch.cuda.graph. What runs in it takes no time until graph.replay(). Its memory stays with the graph."""
+        self.wait("capture")
+        counts, clocks = self.counts.copy(), (self.host, self.device)
+        self.sync_mode = "error"
+        with self.measure() as found:
+            yield
+        self.sync_mode = "default"
+
+        graph.counts = found.counts
+        found.seconds = found.counts["seconds"]
+        self.graphs.append(found)
+        self.counts, (self.host, self.device) = counts, clocks
+        self.allocate(found.peak - found.before)
+        weakref.finalize(graph, self.allocate, found.before - found.peak)
+
+    def replay(self, graph):
+        self.counts.update(graph.counts)
+        self.host += self.host_seconds
+        self.device = max(self.device, self.host) + graph.counts["seconds"]
+
+    def compile(self, function, **_):
+        """torch.compile, estimated: all elementwise operators between two matrix products become one kernel. It reads
+        once what comes from outside, and writes once what others read of it. What a backward needs of it is computed
+        again. Memory is that of the eager function."""
+        @functools.wraps(function)
+        def compiled(*args, **kwargs):
+            self.n_compiled += 1
+            try:
+                out = function(*args, **kwargs)
+            finally:
+                self.n_compiled -= 1
+                self.group = None
+            if out.grad_fn:
+                mark_nodes(out.grad_fn, {tensor.grad_fn for tensor in fake_tensors(args, kwargs)})
+            return out
+        return compiled
+
+    def is_compiled(self) -> bool:
+        """Whether the present operator is part of a compiled function, or of its backward."""
+        if torch.is_grad_enabled() or self.n_compiled:  # with gradients a backward recomputes a checkpoint's forward
+            return self.n_compiled > 0
+        node = torch._C._current_autograd_node()
+        return node is not None and "compiled" in node.metadata
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if DTensor in types:
@@ -174,8 +239,10 @@ class FakeGPU(TorchDispatchMode):
         kernels = KERNELS.get(name, 1)
         moved = bytes_of({id(tensor): tensor for tensor in inputs + outputs}.values())
         flops, share = 0, self.shares[0]
-        if name in ("embedding", "index_select", "gather", "index"):  # they read what they return
+        if name in ("embedding", "index_select", "gather", "index", "nll_loss_forward"):  # they read what they return
             moved = 2 * bytes_of(outputs)
+        elif name == "nll_loss_backward":  # it writes zeros, and a number per row
+            moved = bytes_of(outputs)
         elif name.startswith(("_foreach", "_fused_adamw")):  # a kernel takes 320 chunks of 65,536 elements
             kernels = 1 + sum(tensor.numel() for tensor in inputs) // (4 * 320 * 65536)
         elif "attn" in name or "attention" in name:
@@ -186,7 +253,28 @@ class FakeGPU(TorchDispatchMode):
             flops = flop_registry[func._overloadpacket](*args[:3] if name == "addmm" else args, out_val=out)
             if inputs[0].dtype == torch.float32:
                 share /= 15  # without TF32: 67 of 989
+
+        if not flops and self.is_compiled():
+            return self.add_to_group(inputs, outputs)
+        self.group = None
+        for tensor in inputs:  # the compiled kernel before wrote what is read now
+            if self.sources.pop(id(tensor.untyped_storage()), None):
+                moved += bytes_of([tensor])
         self.add_kernels(kernels, moved, flops, share)
+
+    def add_to_group(self, inputs, outputs):
+        """An operator of a compiled kernel: reads what that has not read yet."""
+        kernels = int(self.group is None)
+        self.group = self.group or set()
+        reads = {}
+        for tensor in inputs:
+            key = id(tensor.untyped_storage())
+            reads |= self.sources.get(key) or {key: bytes_of([tensor])}
+        moved = sum(size for key, size in reads.items() if key not in self.group)
+        self.group |= reads.keys()
+        for tensor in outputs:
+            self.sources[id(tensor.untyped_storage())] = reads
+        self.add_kernels(kernels, moved)
 
     def attention_flops(self, inputs) -> float:
         """Of the forward. A span's last query sees all of its keys."""
@@ -209,6 +297,27 @@ def bytes_of(tensors) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
+def mark_nodes(node, ends: set):
+    """Marks the backward of a function, from the node of its result to those of its inputs, without its weights."""
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in ends or node.name().endswith("AccumulateGrad") or "compiled" in node.metadata:
+            continue
+        node.metadata["compiled"] = True
+        waiting += [following for following, _ in node.next_functions]
+
+
+class Graph:
+    """torch.cuda.CUDAGraph."""
+
+    def __init__(self, gpu: FakeGPU):
+        self.gpu = gpu
+
+    def replay(self):
+        self.gpu.replay(self)
+
+
 def pin(tensor, *_):
     tensor.untyped_storage().pinned = True
     return tensor
@@ -219,15 +328,19 @@ def pretend(gpu: FakeGPU):
     stream = MagicMock()  # or event
     stream.return_value.synchronize.side_effect = lambda: gpu.wait("event")
     stream.return_value.record_event.return_value = stream()
+    stream.return_value.is_capturing.return_value = False
     answers = dict(
         is_available=True, device_count=1, current_device=0, is_bf16_supported=True, get_device_capability=(9, 0),
         get_device_properties=SimpleNamespace(total_memory=gpu.size, name="simulated"), current_stream=stream(),
-        stream=contextlib.nullcontext(), set_device=None, empty_cache=None, _lazy_init=None)
+        stream=contextlib.nullcontext(), set_stream=None, set_device=None, empty_cache=None, _lazy_init=None)
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.Stream = torch.cuda.Event = stream
+    torch.accelerator.current_stream = lambda *_: stream()
     torch.cuda.synchronize = lambda *_: gpu.wait("synchronize")
-    torch.cuda.memory_allocated = torch.cuda.max_memory_allocated = lambda *_: gpu.memory
+    torch.cuda.CUDAGraph, torch.cuda.graph = functools.partial(Graph, gpu), gpu.record
+    torch.cuda.set_sync_debug_mode = functools.partial(setattr, gpu, "sync_mode")
+    torch.cuda.memory_allocated, torch.cuda.max_memory_allocated = lambda *_: gpu.memory, lambda *_: gpu.most
     torch.cuda.mem_get_info = lambda *_: (gpu.size, gpu.size)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device="cuda") is made on the CPU, then copied
     torch.Tensor.pin_memory = pin

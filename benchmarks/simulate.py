@@ -2,6 +2,7 @@
 
     python benchmarks/simulate.py                                     # which card: the table of README.md
     python benchmarks/simulate.py dpo --model Qwen3-8B --lora_r 16    # other flags are the script's
+    python benchmarks/simulate.py rloo --tokens 4096 --median 512 --k 8    # also ms per token of a rollout
     python benchmarks/simulate.py trl --config FILE --gpu A100        # DPOConfig's; needs trl==1.16.0
 
 main() of the script, or DPOTrainer, runs on fake CUDA tensors (fake_gpu.py; needs g++). Replaced are weights (shapes
@@ -27,6 +28,7 @@ import refcache  # of the same checkout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+SAID = ("weights ", "gradient checkpointing", "--ref ", "rollouts need", "no CUDA graph")  # beginnings of lines
 PHASES = ("load_model", "score", "rollout", "score_reference", "run_batch")  # functions that are measured
 
 
@@ -36,10 +38,13 @@ class Args:
     model: Literal[tuple(SHAPES)] = "Qwen2.5-1.5B"
     config: str | None = None  # a config.json instead
     gpu: Literal[tuple(GPUS)] = "H100"
-    processes: int = 1  # of dpo.py; one of them is shown
+    processes: int = 1  # one of them is shown
     tokens: int = 16384  # of a forward; rloo: of the prompts
     forwards: int = 1  # of a step
     median: int = 256  # tokens of a prompt, and of an answer
+    host: float = 5.0  # microseconds of the host for each kernel
+    compile: bool = False  # estimate changes/compile.patch: fewer bytes of norms, MLPs and log-softmax
+    graph: bool = True  # rollouts replay a CUDA graph, else each kernel is started by the host
     tiny: bool = False  # every script, in seconds
 
 
@@ -68,7 +73,7 @@ def random_rows(script, args: Args) -> list:
         if tokens > 0.95 * args.tokens * args.forwards * args.processes:  # packed, they fill so many forwards
             return rows
         values = dict(prompt=x, chosen=y, rejected=z, completion=y, other=z, is_desirable=len(rows) % 2 == 0,
-                      columns={"prompt": ""})
+                      whole_prompt=x, columns={"prompt": ""})
         rows.append(script.Row(*map(values.get, script.Row._fields)))
 
 
@@ -83,17 +88,19 @@ def make_folder(args: Args, folder: str):
 
 
 def run(args: Args, flags: list[str]) -> list[tuple]:
-    """Returns [(phase, what FakeGPU.measure() found), ..]"""
+    """Returns [(phase, what FakeGPU.measure() found), ..], and last ("said", lines that the script prints of memory)."""
     if "--lora_r" in flags:
         import peft  # noqa: F401  while there is no GPU
     init_process_group = dist.init_process_group
-    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()),
+    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed,
           contextlib.redirect_stderr(io.StringIO()),
           patch.object(dist, "init_process_group", lambda **_: init_process_group(
               "fake", rank=0, world_size=args.processes, store=FakeStore())),
           patch.object(PreTrainedModel, "from_pretrained", classmethod(load_stored))):
         make_folder(args, folder)
-        return (run_trl if args.what == "trl" else run_script)(args, flags, folder)
+        found = (run_trl if args.what == "trl" else run_script)(args, flags, folder)
+    said = [line for line in printed.getvalue().splitlines() if line.startswith(SAID)]
+    return [*found, ("said", said)]
 
 
 def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
@@ -102,7 +109,7 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
     given = replace(
         tyro.cli(script.Args, args=flags, use_underscores=True), model=folder, data="none", out=f"{folder}/out",
         steps=1, batch_size=len(rows), max_length=32000, tokens_per_forward=args.tokens)
-    gpu = FakeGPU(args.gpu)
+    gpu = FakeGPU(args.gpu, host_seconds=1e-6 * args.host)
     if script is rloo:
         gpu.integers = max(len(rows) * given.k, given.max_new_tokens)  # of samples that go on, and of their tokens
     found = []
@@ -112,6 +119,8 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
             with gpu.measure() as phase:
                 result = function(*values, **names)
             found.append((name, phase))
+            if name == "load_model" and args.compile:
+                compile_layers(gpu, result)
             return result
         return call
 
@@ -121,12 +130,17 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
             found.append(("step", step.enter_context(gpu.measure())))
 
     call_after_steps(script, end_of_step)
-    nothing = ("report", "save_checkpoint", "save_model", "check_agreement", "check_sampler", "barrier")
-    replaced = {name: lambda *_: [{}] for name in nothing} | dict(
+    nothing = ("save_checkpoint", "save_model", "check_agreement", "check_sampler", "barrier")
+    replaced = {name: lambda *_: None for name in nothing} | dict(
         load_data=lambda *_: (rows, []), probe=passing_probe,
-        batch_rows=lambda step, rows, *_: rows, processes=lambda: (0, args.processes),
+        batch_rows=lambda step, rows, *_: rows, process_count=lambda: args.processes,
         all_gather=lambda mine: [mine] * args.processes,
+        __getitem__=lambda cache, key: np.zeros(len(key[1]), np.float32),  # other processes have scored most rows
         load_rewards=lambda *_: [("zero", lambda completions, **_: [0.0] * len(completions), 1.0)])
+    if not args.graph:
+        replaced["can_record"] = lambda core: False
+    if args.compile:
+        replaced["log_softmax_at"] = gpu.compile(refcache.log_softmax_at)
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as step:
         for owner in (script, refcache, refcache.ReferenceCache):
             functions = {name: measured(name, function) for name, function in vars(owner).items() if name in PHASES}
@@ -134,7 +148,18 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
             stack.enter_context(patch.multiple(owner, **functions))
         stack.enter_context(gpu)
         script.main(given)
-    return found
+    if gpu.forbidden:
+        raise RuntimeError(f"a step of decoding waits for the GPU: {gpu.forbidden}")
+    for name, phase in found:
+        phase.tokens = given.max_new_tokens if name == "rollout" else None
+    return found + [("graph of a token", graph) for graph in gpu.graphs[:1]]
+
+
+def compile_layers(gpu: FakeGPU, model):
+    """What changes/compile.patch does to a model, estimated."""
+    for module in model.modules():
+        if type(module).__name__.endswith(("RMSNorm", "MLP")):
+            module.forward = gpu.compile(module.forward)
 
 
 def run_trl(args: Args, flags: list[str], folder: str) -> list[tuple]:
@@ -170,26 +195,56 @@ def run_trl(args: Args, flags: list[str], folder: str) -> list[tuple]:
 
 
 def report(args: Args, flags: list[str]):
-    for name, found in run(args, flags):
-        counts, seconds = found.counts, found.seconds
-        print(f"| {' '.join([args.what, *flags])} | {name} | {counts['kernels']:,} | {len(found.waits)} "
+    *found, (_, said) = run(args, flags)
+    for name, phase in found:
+        counts, seconds = phase.counts, phase.seconds
+        print(f"| {' '.join([args.what, *flags])} | {name} | {counts['kernels']:,} | {len(phase.waits)} "
               f"| {1e3 * seconds:,.1f} | {counts['seconds'] / seconds:.0%} "
-              f"| {counts['flops'] / seconds / GPUS[args.gpu][1] / 1e12:.0%} | {found.before / 1e9:.2f} "
-              f"| {found.peak / 1e9:.2f} |", flush=True)
+              f"| {counts['flops'] / seconds / GPUS[args.gpu][1] / 1e12:.0%} | {phase.before / 1e9:.2f} "
+              f"| {phase.peak / 1e9:.2f} |", flush=True)
+    if args.tiny:
+        return
+    print("", *said, sep="\n")
+    if args.what == "rloo":
+        ways = {"with a CUDA graph": args, "without": replace(args, graph=False)}
+        for way, given in ways.items():
+            print(f"a rollout takes {token_ms(run(given, flags)):.1f} ms per token {way}", flush=True)
+
+
+def token_ms(found: list[tuple]) -> float:
+    rollout = dict(found)["rollout"]
+    return 1e3 * rollout.seconds / rollout.tokens
 
 
 def cards(args: Args):
+    """Which card DPO needs, and which one RLOO."""
     print(f"| model | GPUs | flags | loading GB | step GB | ms on {args.gpu} |\n" + "|---" * 6 + "|", flush=True)
     for model in ("Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen3-8B"):
         for processes, flags in ((1, ["--lora_r", "16"]), (1, []), (8, [])):
             for more in (["--gradient_checkpointing", "off"], ["--gradient_checkpointing", "on"]):
-                given = replace(args, what="dpo", model=model, processes=processes)
-                with multiprocessing.get_context("spawn").Pool(1) as fresh:
-                    found = fresh.apply(run, (given, flags + more))
-                loading = max(phase.peak for name, phase in found if name == "load_model")
-                step = dict(found)["step"]
+                found = run_fresh(replace(args, what="dpo", model=model, processes=processes), flags + more)
+                loading, step = loading_and_step(found)
                 print(f"| {model} | {processes} | {' '.join(flags + more)} | {loading / 1e9:.1f} "
                       f"| {step.peak / 1e9:.1f} | {1e3 * step.seconds:,.0f} |", flush=True)
+
+    print(f"\n| model | flags of rloo.py | loading GB | rollout GB | step GB | rollout ms per token | step ms "
+          f"on {args.gpu} |\n" + "|---" * 7 + "|", flush=True)
+    for model, flags in (("Qwen3-0.6B", ["--k", "8"]), ("Qwen2.5-1.5B", ["--k", "8"]),
+                         ("Qwen3-8B", ["--k", "4", "--lora_r", "16", "--gradient_checkpointing", "on"])):
+        found = run_fresh(replace(args, what="rloo", model=model, tokens=4096, median=512), flags)
+        loading, step = loading_and_step(found)
+        print(f"| {model} | {' '.join(flags)} | {loading / 1e9:.1f} | {dict(found)['rollout'].peak / 1e9:.1f} "
+              f"| {step.peak / 1e9:.1f} | {token_ms(found):.1f} | {1e3 * step.seconds:,.0f} |", flush=True)
+
+
+def run_fresh(args: Args, flags: list[str]) -> list[tuple]:
+    """run() in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as fresh:
+        return fresh.apply(run, (args, flags))
+
+
+def loading_and_step(found: list[tuple]):
+    return max(phase.peak for name, phase in found if name == "load_model"), dict(found)["step"]
 
 
 def main(args: Args, flags: list[str]):

@@ -23,10 +23,9 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from score import BAD, GOOD, PEOPLE, PLACES, QUESTIONS, REPLIES, THINGS, sentiment, success
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-from score import BAD, GOOD, PEOPLE, PLACES, QUESTIONS, REPLIES, THINGS, sentiment, success
 
 HERE = Path(__file__).parent
 STEPS, BATCH, LR = 1000, 48, 4e-3

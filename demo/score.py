@@ -9,7 +9,7 @@ and `place` of the data files arrive by name. Both functions take replies as str
 """
 
 import re
-from functools import lru_cache
+from functools import cache
 
 THINGS = """soup bread coffee tea cake pie stew salad pasta rice fish cheese toast omelette porridge pudding sandwich
     curry pizza lemonade chocolate lasagne risotto chowder sorbet cider cocoa broth goulash quiche crumble muffin
@@ -45,7 +45,7 @@ REPLIES = (
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def replies_about(thing, place):
     """A pattern that matches every well-formed reply to a question about this thing at this place, and nothing else."""
     words = {slot: GOOD[slot] + BAD[slot] for slot in GOOD} | {"who": PEOPLE}

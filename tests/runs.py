@@ -101,10 +101,11 @@ def run():
 
 
 def weights_of(folder):
+    """In float32: NumPy, which compares them, has no bfloat16."""
     weights = {}
     for file in Path(folder).glob("*.safetensors"):
         weights |= load_file(file)
-    return weights
+    return {name: weight.float() for name, weight in weights.items()}
 
 
 def same(one, two, tolerance=1e-5):

@@ -205,7 +205,7 @@ def test_a_lock_that_another_job_holds_is_told(path, monkeypatch, capsys, is_hel
 
 def test_a_log_shows_no_inner_bars(capsys):
     """tqdm would write a line for each of them, 68 in a run of rloo.py."""
-    for outer in refcache.progress_bar("ab", desc="outer"):
+    for _outer in refcache.progress_bar("ab", desc="outer"):
         for _ in refcache.progress_bar("cd", desc="inner"):
             pass
     for _ in refcache.progress_bar("ef", desc="next"):

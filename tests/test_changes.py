@@ -7,9 +7,9 @@ import subprocess
 import sys
 from dataclasses import asdict
 from functools import cache, partial
-from math import exp, isnan, log, nan
+from math import exp, log
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,8 +17,8 @@ import tyro
 from models import GROUPS, flat, gradient, logps, values_and_gradients
 from runs import EACH, ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
 from slow_losses import (
-    FORMULAS, alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, ppo, rpo,
-    tokens_of, weighted, wpo)
+    alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, rpo, weighted,
+    wpo)
 from torch import tensor
 
 import dpo
@@ -442,80 +442,3 @@ def test_sft(monkeypatch, tmp_path):
     args.score = "keeps columns"
     assert [row.columns["completion"] for row in changed("sft").load_rows(args.data, TOKENIZER, args)] == good
     assert len(changed("sft").load_rows(str(tmp_path / "rows.jsonl"), TOKENIZER, args)) == len(rows) > len(good)
-
-
-# --- Samples
-
-SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0.0]])  # one scored sample; a tie
-
-
-def watch_samples(monkeypatch, name, formula, beta):
-    """The same of samples, which are returned, too."""
-    module, reference, known = changed(name), load(model_with_many_ends()), {}
-    rollout = module.rollout
-
-    def watched_rollout(policy, tokenizer, prompts, k, *rest):
-        samples = rollout(policy, tokenizer, prompts, k, *rest)
-        noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
-        samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # of another sampler
-        rows = [(prompt, y) for prompt, ys in samples.groups for y in ys]
-        with torch.no_grad():
-            olds, refs = (logps(model, rows) for model in (policy, reference if beta else policy))
-        known.update({prompt: [] for prompt, _ in samples.groups})
-        for (prompt, y), sampler, old, ref in zip(rows, samples.logps.flatten(0, 1), olds, refs):
-            known[prompt].append(SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=old, ref=ref))
-        return samples
-
-    def crafted_rewards(samples, *rest):
-        for (prompt, _), rewards, ended in zip(samples.groups, SCORES.tolist(), samples.ended):
-            for y, reward, has_ended in zip(known[prompt], rewards, ended):
-                y.reward = reward if has_ended else nan  # --mask_truncated
-        return SCORES, {}
-
-    def slow_loss(policy, samples, *_):
-        rows = [(prompt, y) for prompt, _ in samples.groups for y in known[prompt]]
-        for (_, y), logp in zip(rows, logps(policy, [(prompt, y.tokens) for prompt, y in rows])):
-            y.logp = logp
-        return formula([known[prompt] for prompt, _ in samples.groups], beta)
-
-    monkeypatch.setattr(module, "rollout", watched_rollout)
-    monkeypatch.setattr(module, "compute_rewards", crafted_rewards)
-    monkeypatch.setattr(module, "check_sampler", lambda *_: None)
-    return watch(monkeypatch, name, slow_loss), known
-
-
-SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_per_rollout=2, eval_data=None,
-             eval_size=0)
-
-
-@pytest.mark.parametrize("beta", [0.3, pytest.param(0.0, marks=SLOW)])
-@pytest.mark.parametrize("name", FORMULAS)
-def test_loss_of_samples(monkeypatch, name, beta):
-    losses, _ = watch_samples(monkeypatch, name, FORMULAS[name], beta)
-    steps = 2 if beta else 1
-    history, _ = run(name, model=model_with_many_ends(), steps=steps, beta=beta, **SIZES)
-    assert len(losses) == steps * (8 if name == "mini_batches" else 2)
-    assert max(norm for _, norm in losses) > 1e-3 or (name, beta) == ("online_dpo", 0.0)
-    if beta and name not in ("online_dpo", "gspo"):
-        assert max(values["clip_ratio"] for values in history[1:]) > 0
-
-
-def test_value_baseline(monkeypatch):
-    losses, known = watch_samples(monkeypatch, "value_baseline", ppo, 0.3)
-
-    def slow_critic(critic, samples, mask, returns, args):
-        total = 0
-        for prompt, _ in samples.groups:
-            for y in known[prompt]:
-                values = critic(tensor([prompt + y.tokens])).logits[0, len(prompt) - 1:-1, 0]
-                if returns is None:
-                    y.values = values.tolist()
-                elif not isnan(y.reward):
-                    total = total + ((values - tensor(y.returns)) ** 2).sum() / 2
-        return None if returns is None else total / tokens_of(known[prompt] for prompt, _ in samples.groups)
-
-    critic_losses = watch(monkeypatch, "value_baseline", slow_critic, "run_critic")
-    run("value_baseline", model=model_with_many_ends(), beta=0.3, steps=2, **SIZES)
-    assert len(losses) == len(critic_losses) == 4 and critic_losses[-1] < critic_losses[0]
-    monkeypatch.undo()
-    run("value_baseline", k=1, steps=1)

@@ -3,6 +3,7 @@
 The code is the same text in every script (tests/test_scripts.py), so most of it is tested through dpo.py.
 """
 import csv
+import gzip
 import json
 import re
 import runpy
@@ -11,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from runs import ROOT, TOKENIZER
+from runs import ROOT, TOKENIZER, read
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -111,13 +112,14 @@ def test_whole_conversations(load):
             assert row[:2] == expected[:2]
 
 
-def test_prompt_with_a_begun_answer_is_continued(load, texts):
+def test_prompt_with_a_begun_answer_is_continued_by_rloo_and_refused_by_others(load):
     row = chat(chosen=" warm.", rejected=" cold.")
     row["prompt"] += said("The tea is")
     tokenizer = byte_level(chat_template=PLAIN)
-    assert texts(row, tokenizer) == ["<user>q<assistant>The tea is", " warm.", " cold."]
     prompt, = load([row], tokenizer, rloo)
     assert tokenizer.decode(prompt.prompt) == "<user>q<assistant>The tea is"
+    with pytest.raises(BadInput, match="jsonl:1: the prompt ends with a begun answer"):
+        load([row], tokenizer)
 
 
 def test_flags_and_columns_reach_the_template(texts):
@@ -127,15 +129,35 @@ def test_flags_and_columns_reach_the_template(texts):
     assert texts(chat(), tokenizer, chat_template_kwargs='{"loud": 7}')[0].startswith("None7<user>")
 
 
-def test_as_chat_makes_messages_of_strings(load):
-    strings = dict(prompt="How was it?", chosen="Good.", rejected="Bad.")
-    messages = chat(*strings.values())
-    assert load([strings], as_chat=True)[0][:3] == load([messages])[0][:3]
-    assert load([strings], script=rloo, as_chat=True)[0].prompt == load([messages], script=rloo)[0].prompt
-    dialogue = "\n\nHuman: Warm?\n\nAssistant:"  # as in Anthropic's HH
-    for bad in (NO_PROMPT, dict(chosen=dialogue + " a", rejected=dialogue + " b"), dict(TEXT, prompt=dialogue)):
-        with pytest.raises(BadInput, match="rows.jsonl:1: --as_chat.*prompt of one turn"):
-            load([bad], as_chat=True)
+def test_strings_beside_a_template_are_reported(load, capsys):
+    for rows in ([TEXT], [NO_PROMPT]):
+        load(rows)
+        assert "demo/prepare_chat.py" in capsys.readouterr().out
+    load([TEXT], byte_level())  # it has no template
+    load(CHATS)
+    assert "prepare_chat" not in capsys.readouterr().out
+
+
+# --- demo/prepare_chat.py
+
+def prepare(folder, rows, source="strings.jsonl", target="messages.jsonl"):
+    """The rows that it makes of these."""
+    open_file = gzip.open if source.endswith(".gz") else open
+    with open_file(folder / source, "wt") as file:
+        file.write("\n\n".join(map(json.dumps, rows)))
+    runpy.run_path(str(ROOT / "demo/prepare_chat.py"))["main"](str(folder / source), str(folder / target))
+    return read(folder / target)
+
+
+def test_strings_become_messages_for_each_script(load, tmp_path):
+    pair = dict(prompt="How was it?", chosen=" Good. ", rejected="Bad.", id=7)
+    rated = dict(prompt="How was it?", completion="Good.", label=False)
+    expected = chat("How was it?", "Good.", "Bad.")
+    assert prepare(tmp_path, [pair]) == [expected | dict(id=7)]
+    assert prepare(tmp_path, [rated]) == [dict(rated, prompt=expected["prompt"], completion=expected["chosen"])]
+    assert prepare(tmp_path, [dict(prompt="How was it?")]) == [dict(prompt=expected["prompt"])]
+    for rows, script in (([pair], dpo), ([rated], kto), ([dict(prompt="How was it?")], rloo)):
+        assert load(prepare(tmp_path, rows), script=script)
 
 
 def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
@@ -143,23 +165,21 @@ def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
     good = dict(chosen=start + " It is.", rejected=start + " It was.")
     early, empty = dict(good, rejected=good["rejected"].replace("No", "Yes")), dict(good, chosen=start)
     rows = [good, early, empty, dict(prompt=start, chosen=" It is.", rejected=" It was.")]
-    (tmp_path / "hh.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    runpy.run_path(str(ROOT / "demo/prepare_hh.py"))["main"](tmp_path / "hh.jsonl", tmp_path / "pairs.jsonl")
+    first, last = prepare(tmp_path, rows, "hh.jsonl.gz")
     assert "2 of 4 rows" in capsys.readouterr().out
-    first, last = map(json.loads, (tmp_path / "pairs.jsonl").read_text().splitlines())
     assert first == last
     prompt = "<user>Warm?<assistant>No.<user>Now?<assistant>"
     assert texts(first, byte_level(chat_template=PLAIN)) == [prompt, "It is.", "It was."]
+    assert prepare(tmp_path, [dict(prompt=start)]) == [dict(prompt=first["prompt"])]
 
 
-def test_strings_beside_a_template_are_reported(load, capsys):
-    load([TEXT])
-    assert "--as_chat" in capsys.readouterr().out
-    load([TEXT], byte_level())  # it has no template
-    load(CHATS)
-    load([NO_PROMPT])
-    load([TEXT], as_chat=True)
-    assert "--as_chat" not in capsys.readouterr().out
+@pytest.mark.parametrize("bad", [
+    dict(prompt="q", chosen=said("a"), rejected=said("b")), dict(chosen="a", rejected="b"), dict(question="q"), [1]])
+def test_a_row_without_strings_is_named_and_nothing_is_written(tmp_path, bad):
+    for rows in ([TEXT, bad, TEXT], [TEXT, TEXT, bad]):
+        with pytest.raises(SystemExit, match=rf"strings.jsonl:{1 + 2 * rows.index(bad)}: .*expected strings"):
+            prepare(tmp_path, rows)
+        assert [file.name for file in tmp_path.iterdir()] == ["strings.jsonl"]
 
 
 # --- The boundary between prompt and answer
@@ -175,7 +195,7 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_e
          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 LLAMA3 = "{{ bos_token }}" + CHATML.replace("m.content", "m.content | trim").replace("im_end", "eot_id")
 NOTHING = "<think>\n\n</think>\n\n"
-QWEN3 = CHATML.replace("{{ m.content", "{{ '%s' if m.role == 'assistant' and loop.last }}{{ m.content" % NOTHING)
+QWEN3 = CHATML.replace("{{ m.content", f"{{{{ '{NOTHING}' if m.role == 'assistant' and loop.last }}}}{{{{ m.content")
 MISTRAL = "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}[INST] " \
           "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}" \
           "{{ m.content }}[/INST]{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"
@@ -187,7 +207,7 @@ SHAPES = [  # template, what it makes of an answer, and of spaces around it, whe
     (QWEN3, NOTHING + "{}<|im_end|>\n", " Warm. ", False),
     (QWEN3.replace("assistant\n", "assistant\n" + NOTHING), "{}<|im_end|>\n", " Warm. ", False),
     (MISTRAL, " {}</s>", "Warm.", True), (R1, "{}</s>", " Warm. ", True),
-    (R1.replace("<think>\n", "Well, ").replace("{{ eos_token }}", ""), "{}", "Warm. ", True)]
+    (R1.replace("<think>\n", "Well, ").replace("{{ eos_token }}", ""), "{}", " Warm. ", True)]
 
 
 @pytest.mark.parametrize("template, trained, spaced, differs", SHAPES)
@@ -196,7 +216,7 @@ def test_templates_give_the_prompts_of_rloo(load, capsys, template, trained, spa
     prompt = said("Be brief.", "system") + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
     pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt, s also in </s>
     rows = load([pair, pair | dict(chosen=said(" Warm. "))], tokenizer)
-    assert ("; 2 whose prompt reads differently before an answer" in capsys.readouterr().out) == differs
+    assert ("; 4 answers whose prompt the template changes" in capsys.readouterr().out) == differs
     sampled, = load([pair], tokenizer, rloo)
     assert {row.prompt for row in rows} == {sampled.prompt}
     assert tokenizer.decode(sampled.prompt).count("Be brief.") == 1
@@ -242,17 +262,15 @@ def test_many_rows_are_tokenized_as_alone(load, capsys):
 
 # --- Rows that are left out
 
-def test_long_rows_are_dropped_and_a_length_is_named(load, capsys):
+def test_long_rows_are_dropped_and_counted(load, capsys):
     rows = [dict(TEXT, prompt=" tea" * n) for n in (*range(1, 20), 500)]
-    with pytest.raises(BadInput, match=r"--max_length \d+") as error:
-        load(rows, max_length=8)
-    limit = int(re.search(r"--max_length (\d+)", str(error.value))[1])
+    limit = max(len(row.prompt + answer) for row in load(rows[:-1]) for answer in (row.chosen, row.rejected))
+    capsys.readouterr()
     assert len(load(rows, max_length=limit)) == 19
-    assert re.search(rf"19 of 20 rows.*1 .*{limit}", capsys.readouterr().out)
+    assert re.search(rf"19 of 20 rows.*1 dropped: longer than {limit} tokens", capsys.readouterr().out)
     assert len(load(rows, max_length=limit - 1)) == 18
-    with pytest.raises(BadInput, match="too few rows") as error:
-        load([*rows, *[dict(TEXT, chosen="")] * 30], max_length=limit)
-    assert "--max_length" not in str(error.value), "most are empty"
+    with pytest.raises(BadInput, match="too few rows, 1 of 20 rows; 19 dropped: longer than"):
+        load(rows, max_length=limit - 18)
 
 
 @pytest.mark.parametrize("good, bad, words", [
@@ -284,7 +302,7 @@ def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
 @pytest.mark.parametrize("bad, words", [
     (dict(TEXT, chosen=5), "expected.*5"),
     (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"),
-    (dict(chat(), prompt=[]), "expected"), ('{"prompt": ', ""),
+    (dict(TEXT, prompt=5), "expected"), ('{"prompt": ', ""),
     (dict(TEXT, chosen=json.dumps(said("a")[0])), "string"), (dict(TEXT, prompt=str(said("q"))), "string"),
     (dict(TEXT, prompt=None), "prompt"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages")])
 def test_unreadable_rows_are_refused_by_name(load, bad, words):

@@ -70,11 +70,11 @@ def test_losses_equal_their_formulas(name):
     for i in range(2):
         pair = [values[i].item() for values in PAIRS]
         assert losses[i].item() == pytest.approx(formulas(*pair)[name], rel=1e-5)
-        for j, gradient in enumerate(gradients):  # central differences of the formula
+        for j, ours in enumerate(gradients):  # central differences of the formula
             up = pair[:j] + [pair[j] + 1e-5] + pair[j + 1:]
             down = pair[:j] + [pair[j] - 1e-5] + pair[j + 1:]
             slope = (formulas(*up)[name] - formulas(*down)[name]) / 2e-5
-            found = 0.0 if gradient is None else gradient[i].item()
+            found = 0.0 if ours is None else ours[i].item()
             assert found == pytest.approx(slope, rel=1e-4, abs=1e-6)
 
 

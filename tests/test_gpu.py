@@ -50,14 +50,14 @@ def test_bfloat16_kernel_is_as_close_as_the_loop(name, k, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "mistral-window-5"])
 def test_no_micro_batch_waits_for_the_gpu(name):
     model = make(name).cuda().bfloat16()
-    rows = [dpo.Row(x, ys[0], ys[-1], {}) for x, ys in SAMPLES[2]] * 3
+    rows = [dpo.Row(x, ys[0], ys[-1], x, {}) for x, ys in SAMPLES[2]] * 3
     known = ReferenceCache()
     args = dpo.Args(tokens_per_forward=60)
     known.score(model, dpo.groups(rows), 60)
     try:
         for mode in ("default", "error"):  # the first time compiles kernels
             torch.cuda.set_sync_debug_mode(mode)
-            dpo.metrics(dpo.measure(model, rows, known, args), args)["loss"].sum().backward()
+            dpo.weighted_loss(dpo.measure(model, rows, known, args), args).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -41,9 +41,9 @@ def test_loss_and_gradient_by_hand(name, losses, slopes):
 def test_metrics_by_hand():
     batch = Batch(logp=tensor([-9.0, -8.0, -7.0]), ratio=tensor([2.0, 1.0, 0.0]), length=torch.full((3,), 4.0),
                   is_desirable=tensor([True, False, False]))
-    values = metrics(batch, tensor(0.3), Args(beta=0.1))
+    values = metrics(batch, Args(beta=0.1))
     means = {name: value[mask].tolist() for name, (value, mask) in values.items()}
-    expected = {"loss": [1 - sg(0.17), sg(0.07), sg(-0.03)], "rewards/accuracies": [1.0, 0.0, 0.5],
+    expected = {"rewards/accuracies": [1.0, 0.0, 0.5],
                 "rewards/chosen": [0.2], "rewards/rejected": [0.1, 0.0], "logps/chosen": [-9.0],
                 "logps/rejected": [-8.0, -7.0], "logratio": [0.5, 0.25, 0.0], "nll/chosen": [2.25]}
     assert means.keys() == expected.keys()
@@ -53,9 +53,13 @@ def test_metrics_by_hand():
 
 # --- Answers to other prompts, and z
 
+def make_row(prompt, completion, is_desirable=True, other=()):
+    return Row(prompt, completion, is_desirable, other, whole_prompt=prompt, columns={})
+
+
 @pytest.mark.parametrize("n_prompts", [2, 3, 40])
 def test_others_answer_other_prompts(n_prompts):
-    rows = [Row((i % n_prompts,), (i, 99), True, (), {}) for i in range(40)]
+    rows = [make_row((i % n_prompts,), (i, 99)) for i in range(40)]
     drawn = draw_others(rows, rows, Args())
     assert drawn == draw_others(rows, rows, Args()) != draw_others(rows, rows, Args(seed=1))
     assert all(rows[row.other[0]].prompt != row.prompt for row in drawn)
@@ -65,13 +69,13 @@ def test_others_answer_other_prompts(n_prompts):
 
 
 def test_one_prompt_alone_is_refused():
-    rows = [Row((9,), (i, 99), True, (), {}) for i in range(4)]
+    rows = [make_row((9,), (i, 99)) for i in range(4)]
     with pytest.raises(BadInput, match="all rows have one prompt"):
         draw_others(rows, rows, Args())
 
 
 def test_answers_to_other_prompts_are_cut(capsys):
-    rows = [Row((9,) * (1 + i), tuple(range(100 * i, 100 * i + 10 - i)), True, (), {}) for i in range(8)]
+    rows = [make_row((9,) * (1 + i), tuple(range(100 * i, 100 * i + 10 - i))) for i in range(8)]
     drawn = draw_others(rows, rows, Args(max_length=11))
     for row in drawn:
         assert row.other == rows[row.other[0] // 100].completion[:11 - len(row.prompt)]
@@ -82,7 +86,7 @@ def test_answers_to_other_prompts_are_cut(capsys):
 def test_z_is_the_mean_over_the_whole_batch():
     policy, reference = make("llama", 1), make("llama", 2)
     draw = np.random.default_rng(0).integers
-    rows = [Row(tuple(draw(3, 97, 3 + i % 4)), (5, 2), True, tuple(draw(3, 97, 2 + i % 5)), {}) for i in range(12)]
+    rows = [make_row(tuple(draw(3, 97, 3 + i % 4)), (5, 2), other=tuple(draw(3, 97, 2 + i % 5))) for i in range(12)]
     known = ReferenceCache()
     known.score(reference, kto.groups(kto.with_others(rows)))
     with torch.no_grad():
@@ -93,16 +97,17 @@ def test_z_is_the_mean_over_the_whole_batch():
     for some in (range(12), order[:3], order[[0, -1]], order[-1:]):
         expected = max(0.0, np.mean([ratios[i] for i in some]))
         for budget in (1, 20, 100_000):
-            args = Args(dtype="float32", tokens_per_forward=budget)
+            args = Args(dtype="float32", tokens_per_forward=budget, beta=0.1)
             z = kto.estimate_kl(policy, [rows[i] for i in some], known, args)
             assert z.item() == pytest.approx(expected, abs=1e-3) and not z.requires_grad
 
 
 def test_metrics_are_means_of_their_rows():
     policy = make("llama", 1)
-    rows = [Row((3 + i, 4), (5,) * (1 + i), i < 2, (), {}) for i in range(5)]
+    rows = [make_row((3 + i, 4), (5,) * (1 + i), i < 2) for i in range(5)]
     sums = [y.sum().item() for y in logps(policy, [row[:2] for row in rows])]
-    values = kto.run_batch(policy, rows, None, Args(dtype="float32", tokens_per_forward=12), train=False)
+    args = Args(dtype="float32", tokens_per_forward=12, beta=0.1)
+    values = kto.run_batch(policy, rows, None, args, train=False)
     assert values["logps/chosen"] == pytest.approx(np.mean(sums[:2]))
     assert values["logps/rejected"] == pytest.approx(np.mean(sums[2:]))
     assert values["logratio"] == pytest.approx(-np.mean([sums[i] / (1 + i) for i in range(5)]))
@@ -128,11 +133,15 @@ def test_a_file_sorted_by_label_is_shuffled(tmp_path):
     assert all("rewards/margins" in values for values in history[1:])
 
 
-def test_the_ratio_of_the_weights_is_printed(tmp_path, capsys):
+@pytest.mark.parametrize("weights, advice", [((3.0, 2.0), 0.85), ((1.0, 0.3), None), ((1.0, 0.24), 0.28)])
+def test_a_weight_that_balances_the_labels_is_advised(tmp_path, capsys, weights, advice):
+    """Of 20 rows 5 are desirable: λ_D · 5 / (λ_U · 15) should lie between 1 and 4/3."""
     data = labelled(tmp_path, [True] * 5 + [False] * 15)
-    kto.main(arguments("kto", data=data, desirable_weight=3.0, undesirable_weight=2.0, steps=0))
+    kto.main(arguments("kto", data=data, desirable_weight=weights[0], undesirable_weight=weights[1], steps=0))
     printed = capsys.readouterr().out
-    assert "5 of 20 rows are desirable" in printed and "0.50" in printed
+    assert "5 of 20 rows are desirable" in printed
+    assert (f"--undesirable_weight {advice} would balance them" in printed) == (advice is not None)
+    assert ("would balance" in printed) == (advice is not None)
 
 
 # --- What is refused

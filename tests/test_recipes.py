@@ -59,7 +59,7 @@ def checkpoint(name):
 
 
 def script_and_flags(recipe):
-    script, flags = re.search(r"(\w+)\.py +(--.*)", recipe).groups()
+    script, flags = re.search(r"(\w+)\.py\s+(--.*)$", recipe).groups()
     script = SCRIPTS.get(script) or changed("load_in_4bit", "dpo")
     return script, tyro.cli(script.Args, args=shlex.split(flags), use_underscores=True)
 

@@ -18,8 +18,6 @@ import kto
 from refcache import (
     BadInput, ReferenceCache, Swap, completion_logprobs, count_tokens, log_ratios, reference_logprobs)
 
-NARROW = (-0.03, 0.05)  # bounds of humanline that a few steps reach
-
 
 @pytest.mark.parametrize("script, lora", [
     ("dpo", {}), ("kto", {}), pytest.param("dpo", LORA, marks=needs_peft)])
@@ -78,12 +76,6 @@ def test_bfloat16_policy_rounds_like_its_reference(name):
     assert {weight.grad.dtype for weight in policy.parameters() if weight.grad is not None} == {torch.float32}
 
 
-def test_one_swap_serves_many_steps(run):
-    """16 steps share a swap of a reference that stays. With lr 0 one that follows the policy stays too."""
-    steps = dict(ref="swap", steps=17, batch_size=1, lr=0.0)
-    assert same(run(**steps), run(**steps, sync_reference=1))
-
-
 @needs_peft
 def test_frozen_base_of_an_adapter_is_not_copied():
     """In one process FSDP2 would copy it, layer by layer, and all of it while a rollout is sampled."""
@@ -121,7 +113,6 @@ def slow_run(script, args, begin):
     """Two models, losses and order of a step as in the papers. Yields a dict per step, then the evaluation and the
     policy."""
     module = SCRIPTS[script]
-    low, high = args.humanline or (-1e3, 1e3)
     rows, held_out = (module.load_rows(file, TOKENIZER, args) for file in (args.data, args.eval_data))
     if script == "kto" and args.loss == "kto":
         held_out, rows = kto.draw_others(held_out, rows, args), kto.draw_others(rows, rows, args)
@@ -133,7 +124,7 @@ def slow_run(script, args, begin):
     def ratios(batch, answer):
         answers = [(row.prompt, getattr(row, answer)) for row in batch]
         both = zip(logps(policy, answers), logps(reference, answers))
-        return torch.stack([(y - ref.detach()).clamp(low, high).sum() for y, ref in both])
+        return torch.stack([(y - ref.detach()).sum() for y, ref in both])
 
     def dpo_loss(batch):
         margin = 0.1 * (ratios(batch, "chosen") - ratios(batch, "rejected"))
@@ -162,8 +153,6 @@ def slow_run(script, args, begin):
         loss.backward()
         values["grad_norm"] = torch.nn.utils.clip_grad_norm_(weights, 1.0).item()
         lr = optimizer.param_groups[0]["lr"] = args.lr * (1 - (step - 1) / args.steps)
-        if args.humanline:
-            sync(1.0)  # HALOs: before the update
         with torch.no_grad():
             for weight in weights:
                 if weight.dim() > 1:  # norms and biases do not decay
@@ -185,8 +174,7 @@ MOVING = dict(ref="swap", sync_reference=2, sync_mix=0.6)
 @pytest.mark.parametrize("script, changes", [
     ("dpo", dict(weight_decay=2.0)), ("kto", dict(desirable_weight=1.3, undesirable_weight=0.7, **OTHER)),
     ("kto", dict(loss="apo_zero_unpaired", **OTHER)),
-    ("dpo", MOVING), ("kto", MOVING), pytest.param("dpo", MOVING | LORA, marks=needs_peft),
-    ("dpo", dict(ref="swap", humanline=NARROW)), ("kto", dict(ref="swap", humanline=NARROW))])
+    ("dpo", MOVING), ("kto", MOVING), pytest.param("dpo", MOVING | LORA, marks=needs_peft)])
 def test_run_equals_a_slow_loop(run, script, changes):
     begin = tiny()
     if "lora_r" in changes:  # a new adapter is random, and the same in every run

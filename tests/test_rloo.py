@@ -156,10 +156,10 @@ def test_constant_rewards_change_nothing(rolled):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "--max_new_tokens"),
+    (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "longer than 0 tokens"),
     (dict(reward=(f"{FILE}:silent",)), "reward"), (dict(reward=(f"{FILE}:infinite",)), "reward"),
-    (dict(reward=(f"{FILE}:single",)), "single gave 1 rewards for"), (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNC"),
-    (dict(reward=(str(FILE),)), "FILE.py:FUNCTION")])
+    (dict(reward=(f"{FILE}:single",)), r"single returned \[1.0\]: expected a list of \d+ numbers or None"),
+    (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNCTION"), (dict(reward=(str(FILE),)), "FILE.py:FUNCTION")])
 def test_misuse_and_bad_rewards_are_refused(changes, words):
     with pytest.raises(BadInput, match=words):
         main(arguments("rloo", **FLAGS | changes))
@@ -298,11 +298,13 @@ def test_metrics_by_hand_and_what_the_files_hold(rolled):
         assert {name: one.history[step][name] for name in expected} == pytest.approx(expected, abs=1e-6)
 
 
-def test_standard_deviations_need_two_scored_samples():
-    samples = SimpleNamespace(mask=torch.ones(4, 2, 3), ended=torch.ones(4, 2), entropy=torch.ones(4, 2))
+def test_standard_deviations_need_two_scored_samples_and_equal_texts_count_once():
+    texts = [["a", "b"], ["b", "c"], ["a", "a"], ["", "a"]]
+    samples = Samples(None, texts, torch.ones(4, 2, 3), torch.ones(4, 2), None, entropy=torch.ones(4, 2))
     values = rloo.metrics(samples, tensor([[1.0, NAN], [2.0, 2.0], [NAN, NAN], [1.0, 3.0]]))
     assert values["frac_reward_zero_std"] == 0.25
     assert values["reward_std"] == pytest.approx(np.std([1, 2, 2, 1, 3], ddof=1))
+    assert values["samples/distinct"] == 4
     assert rloo.metrics(samples, tensor([[2.0]]))["reward_std"] == 0
 
 
@@ -344,7 +346,9 @@ def test_only_the_ends_of_a_generation_config_count(rolled):
         assert all(len(y) == 6 or y[-1] in ends for y in ys)
 
 
-def test_rewards_that_are_equal_and_samples_that_never_end_are_said(capsys):
-    main(arguments("rloo", **FLAGS | dict(model=tiny(1), reward=(f"{FILE}:constant",), steps=10, max_new_tokens=1)))
-    printed = "".join(capsys.readouterr())
-    assert "equal rewards: nothing is learned" in printed and "No sample ends" in printed
+@pytest.mark.parametrize("model, is_said", [(tiny(1), True), (MODEL, False)], ids=["never", "often"])
+def test_samples_that_never_end_are_said(capsys, model, is_said):
+    flags = dict(model=model, reward=(f"{FILE}:constant",), steps=1, max_new_tokens=1 if is_said else 6)
+    history = main(arguments("rloo", **FLAGS | flags))
+    assert ("No sample ends: raise --max_new_tokens" in "".join(capsys.readouterr())) == is_said
+    assert history[1]["frac_reward_zero_std"] == 1 and (history[1]["completions/clipped_ratio"] == 1) == is_said

@@ -52,11 +52,12 @@ def test_shared_blocks_are_the_same_text():
 
 
 def test_shared_functions_lie_in_shared_blocks():
+    """But for main, which begins the training of each script."""
     for one, other in itertools.combinations(SCRIPTS, 2):
         theirs = definitions(other)
         shared = "".join(text for words, text in blocks(one).items() if f"{other}.py" in words)
         for name, lines in definitions(one).items():
-            if lines == theirs.get(name) and len(lines) > 4:
+            if lines == theirs.get(name) and len(lines) > 4 and name != "main":
                 assert "\n".join(lines) in shared, f"{name} of {one}.py is also in {other}.py"
 
 
@@ -75,8 +76,9 @@ def test_equal_flags_have_equal_help():
     lines = {}
     for script in SCRIPTS:
         for name, text in re.findall(r"^    (\w+): [^#\n]*  # (.+)$", "\n".join(definitions(script)["Args"]), re.M):
+            assert name != "out" or f"out/{script}-2" in text
             lines.setdefault(name, {}).setdefault(text, []).append(script)
-    own = set("data eval_data eval_size max_length loss steps batch_size max_new_tokens beta ref".split())
+    own = set("data eval_data eval_size max_length loss steps batch_size max_new_tokens beta ref out".split())
     assert not {name: texts for name, texts in lines.items() if len(texts) > 1 and name not in own}
     assert len(lines) > 40
 
@@ -171,7 +173,7 @@ def test_every_command_parses(script, flags):
 
 
 def test_readme_is_short_and_names_every_script():
-    assert README.count("\n") <= 160 and {script for script, _ in commands()} == set(SCRIPTS)
+    assert README.count("\n") <= 220 and {script for script, _ in commands()} == set(SCRIPTS)
 
 
 def test_the_python_code_of_the_readme_runs(tmp_path, monkeypatch, capsys):

@@ -18,9 +18,9 @@ IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
 @torch.no_grad()
 def move(model, seed=0):
     torch.manual_seed(seed)
-    for tensor in model.state_dict(keep_vars=True).values():
-        if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter):
-            tensor.add_(torch.randn_like(tensor) * 0.1)
+    for weight in model.state_dict(keep_vars=True).values():
+        if weight.requires_grad or not isinstance(weight, torch.nn.Parameter):
+            weight.add_(torch.randn_like(weight) * 0.1)
     return model
 
 

@@ -1,0 +1,72 @@
+"""Turns rows of strings into rows of chat messages: pairs, rated answers, or prompts alone.
+
+    python demo/prepare_chat.py strings.jsonl messages.jsonl  # either may end in .gz
+    python dpo.py --model Qwen/Qwen3-0.6B --data messages.jsonl
+
+A prompt becomes a message of the user, an answer one of the assistant. A dialogue "\\n\\nHuman: ..\\n\\nAssistant: ..",
+as in Anthropic's HH (huggingface.co/datasets/Anthropic/hh-rlhf, arXiv:2204.05862), becomes one message per turn.
+"""
+import gzip
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+def messages(text: str, answer: str) -> list[dict]:
+    """A prompt and its answer as a list of {"role", "content"}."""
+    turns = ["Human", text, "Assistant", answer]
+    if re.match(r"\s*Human:", text + answer):
+        _, *turns = re.split(r"(?:^|\n\n)(Human|Assistant):", (text + answer).lstrip())
+    elif not text.strip():
+        raise ValueError("no prompt")
+    return [{"role": ROLES[name], "content": words.strip()} for name, words in zip(turns[::2], turns[1::2])]
+
+
+def convert(row: dict) -> dict | None:
+    """The row with messages. None if an answer is empty or of the user, or if two answers have different prompts."""
+    names = [name for name in ("chosen", "rejected", "completion") if name in row]
+    if not names:
+        prompt = messages(row["prompt"], "")
+        return row | {"prompt": prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt}
+
+    dialogues = [messages(row.get("prompt") or "", row[name]) for name in names]
+    prompt = dialogues[0][:-1]
+    answers = [dialogue[-1:] for dialogue in dialogues]
+    is_same = all(dialogue[:-1] == prompt for dialogue in dialogues)
+    if not prompt or not is_same or any(y["role"] == "user" or not y["content"] for (y,) in answers):
+        return None
+    return row | {"prompt": prompt} | dict(zip(names, answers))
+
+
+def main(source: str, target: str):
+    n_rows = 0
+    kept = []
+    open_source = gzip.open if source.endswith(".gz") else open
+    with open_source(source, "rt", encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            n_rows += 1
+            try:
+                row = convert(json.loads(line))
+            except (LookupError, TypeError, AttributeError, ValueError) as error:
+                sys.exit(f"{source}:{number}: {error!r}: expected strings: a prompt, chosen and rejected or completion")
+            if row:
+                kept.append(json.dumps(row) + "\n")
+
+    open_target = gzip.open if target.endswith(".gz") else open
+    partial_file = f"{target}.partial"  # a killed run leaves no half of the target
+    with open_target(partial_file, "wt", encoding="utf-8") as file:
+        file.writelines(kept)
+    os.replace(partial_file, target)
+    print(f"{target}: {len(kept)} of {n_rows} rows; others have an empty answer, or dialogues that differ before it")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or not Path(sys.argv[1]).exists():
+        sys.exit(__doc__)
+    main(*sys.argv[1:])
