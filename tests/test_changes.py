@@ -205,13 +205,13 @@ def test_compile_stacks_on_a_reward_model(compiler):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sft+load_in_4bit", pytest.param("aot+load_in_4bit", marks=SLOW)])
+@pytest.mark.parametrize("name", ["sft+load_in_4bit", pytest.param("grpo+load_in_4bit", marks=SLOW)])
 def test_load_in_4bit_stacks_on_other_patches(name):
     bitsandbytes, _ = map(pytest.importorskip, ("bitsandbytes", "peft"))
     history, args = run(name, steps=2, lora_r=4, lr=2e-2, dtype="float32")
     layers = changed(name).load_model(args.model, "cpu", args, trains=True).modules()
     assert any(isinstance(layer, bitsandbytes.nn.Linear4bit) for layer in layers)
-    assert len(history) == 3 and history[-1]["eval_loss"] != history[0]["eval_loss"]
+    assert len(history) == 3 and history[-1]["grad_norm"] > 0
 
 
 def test_load_in_4bit_needs_one_process(monkeypatch):
@@ -351,6 +351,10 @@ def test_constants_of_f_divergence_count_in_losses_of_single_ratios(divergence, 
         assert module.weighted_loss(batch, args).tolist() == pytest.approx(losses, rel=1e-5)
 
 
+def test_orpo_loads_no_reference():
+    assert changed("orpo").resolve(changed("orpo").Args(model=tiny(), data="x")).ref == "none"
+
+
 def test_iterative_dpo(monkeypatch):
     module, drawn, prompts, frozen = changed("iterative_dpo"), [], [], load(model_with_many_ends())
     generate, spec = module.generate, arguments("rloo").reward[0]
@@ -384,10 +388,19 @@ def test_iterative_dpo(monkeypatch):
 def test_iterative_dpo_leaves_out_answers_without_a_score(monkeypatch):
     module = changed("iterative_dpo")
     monkeypatch.setattr(module, "generate", lambda *_: [(n,) for n in range(8)])
-    rows = 2 * [dpo.Row((9,), (), (), (9,), {"prompt": "?"})]
-    args = module.Args(score="by hand", max_new_tokens=1)
-    pairs = module.draw_pairs(None, TOKENIZER, rows, lambda **_: [None, 1.0, 2.0, None] + 4 * [None], args)
+    rows = [dpo.Row((9,), (), (), (9,), {"prompt": "?"}), dpo.Row((9,), (), (), (9,), {"prompt": "?", "truth": 1})]
+
+    def score(truth, **_):
+        assert truth == 4 * [None] + 4 * [1]  # the columns of all rows
+        return [None, 1.0, 2.0, None] + 4 * [None]
+
+    pairs = module.draw_pairs(None, TOKENIZER, rows, score, module.Args(score="by hand", max_new_tokens=1))
     assert [(row.chosen, row.rejected) for row in pairs] == [((2,), (1,)), ((4,), (4,))]
+
+
+def test_iterative_dpo_leaves_room_for_answers():
+    args = changed("iterative_dpo").Args(model=tiny(), data="x", ref="swap", sync_reference=1, score="x")
+    assert changed("iterative_dpo").resolve(args).max_length == 256 - args.max_new_tokens
 
 
 def test_iterative_dpo_needs_a_score_and_a_moving_reference():
@@ -417,7 +430,7 @@ def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
         return sum(map(dpo_loss, margins)) / len(rows)
 
     losses = watch(monkeypatch, "reward_model", slow_loss)
-    _, args = run("reward_model", steps=2)
+    _, args = run("reward_model", steps=2, samples=64)  # it can write no answers
     judge = rloo.RewardModel(f"{args.out}/model", "cpu", rloo.Args())
     rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args(score="keeps the columns"))
     prompts, answers = ([row.columns[name] for row in rows] for name in ("prompt", "chosen"))
