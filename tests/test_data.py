@@ -126,7 +126,7 @@ def test_flags_and_columns_reach_the_template(texts):
     tokenizer = byte_level(chat_template="{{ tools }}{{ loud }}" + PLAIN)
     row = chat() | dict(tools=[{}], chat_template_kwargs=dict(loud="LOUD"))
     assert texts(row, tokenizer) == ["[{}]LOUD<user>q<assistant>", "a", "b"]
-    assert texts(chat(), tokenizer, chat_template_kwargs='{"loud": 7}')[0].startswith("None7<user>")
+    assert texts(chat(), tokenizer, chat_template_kwargs=dict(loud=7))[0].startswith("None7<user>")
 
 
 def test_strings_beside_a_template_are_reported(load, capsys):
@@ -230,9 +230,29 @@ def test_template_that_strips_the_answer_is_refused(load):
         load([chat(), bad], byte_level(chat_template=R1))
 
 
+def test_answer_with_more_than_words_needs_a_template_that_keeps_its_prompt(load, texts):
+    """What a template renders before the words of an answer, such as a tool call, would be lost."""
+    row = chat()
+    row["chosen"][0]["reasoning_content"] = "Hm."
+    thinks = "<{{ m.role }}>{{ m.reasoning_content }}"
+    plain = PLAIN.replace("<{{ m.role }}>", thinks)
+    assert texts(row, byte_level(chat_template=plain)) == ["<user>q<assistant>", "Hm.a", "b"]
+    with pytest.raises(BadInput, match="jsonl:1: .*more than role and content"):
+        load([dict(row, prompt=said("Be brief.", "system") + row["prompt"])], byte_level(chat_template=R1))
+
+
+@pytest.mark.parametrize("template, is_changed", [
+    (PLAIN, False), (PLAIN.replace("messages %}", "messages if m.role != 'system' %}"), True)])
+def test_prompts_whose_template_leaves_out_a_message_are_counted(load, capsys, template, is_changed):
+    row = chat()
+    row["prompt"] = said("Be brief.", "system") + row["prompt"]
+    load([row], byte_level(chat_template=template))
+    assert ("; 1 whose template changes a message of the prompt" in capsys.readouterr().out) == is_changed
+
+
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no such role') }}", "{{ messages[0].content }}"])
 def test_broken_template_is_refused(load, template):
-    with pytest.raises(BadInput, match=r"rows.jsonl:(1| too few)\b"):
+    with pytest.raises(BadInput, match=r"rows.jsonl:1\b|rows.jsonl: 0 of 12 rows.*too few"):
         load(CHATS, byte_level(chat_template=template))
 
 
@@ -260,6 +280,41 @@ def test_many_rows_are_tokenized_as_alone(load, capsys):
     assert [decode(row) for row in rows] == [[f"The tea {n}", f" was {n}.{END}", f" is {n}.{END}"] for n in numbers]
 
 
+@pytest.mark.parametrize("script", [dpo, kto])
+def test_rows_are_divided_by_whole_prompts(load, script, tmp_path):
+    """Not by their tokens: the last one of a prompt may merge with one answer, and not with another."""
+    rows = [dict(prompt=f"The tea {i} wa", chosen=f"{end} warm.", rejected=f"{end} bad.")
+            for i in range(40) for end in ("s", ",")]
+    loaded = load(rows, script=script)
+    assert len({row.prompt for row in loaded}) == 80 and len({row.whole_prompt for row in loaded}) == 40
+    train_rows, held_out = script.load_data(TOKENIZER, script.Args(data=f"{tmp_path}/rows.jsonl"))
+    train_prompts, held_out_prompts = ({row.whole_prompt for row in some} for some in (train_rows, held_out))
+    assert len(held_out_prompts) == 4 and not train_prompts & held_out_prompts
+    assert len(train_rows) + len(held_out) == len(loaded)
+    if script is kto:
+        for row in kto.draw_others(loaded, loaded, kto.Args()):
+            sources = {source.whole_prompt for source in loaded if source.completion == row.other}
+            assert sources != {row.whole_prompt}
+
+
+def test_held_out_prompts_that_are_trained_on_are_counted(load, tmp_path, capsys):
+    load(CHATS)
+    path = f"{tmp_path}/rows.jsonl"
+    _, held_out = dpo.load_data(TOKENIZER, dpo.Args(data=path, eval_data=path))
+    assert len(held_out) == 12 and f"{len({row.whole_prompt for row in held_out})} held-out prompts are trained on" in (
+        capsys.readouterr().out)
+    _, held_out = dpo.load_data(TOKENIZER, dpo.Args(data=path, eval_size=0))
+    assert not held_out and "0 held out: nothing is evaluated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("bad", [dict(TEXT, chosen="a\ud800"), {f"column {i}": i for i in range(100_000)}], ids=[
+    "a lone surrogate", "many columns"])
+def test_sentence_about_a_bad_row_names_its_line_and_is_short(load, bad):
+    with pytest.raises(BadInput, match="rows.jsonl:2: ") as error:
+        load([TEXT, bad])
+    assert len(str(error.value)) < 1000
+
+
 # --- Rows that are left out
 
 def test_long_rows_are_dropped_and_counted(load, capsys):
@@ -269,14 +324,13 @@ def test_long_rows_are_dropped_and_counted(load, capsys):
     assert len(load(rows, max_length=limit)) == 19
     assert re.search(rf"19 of 20 rows.*1 dropped: longer than {limit} tokens", capsys.readouterr().out)
     assert len(load(rows, max_length=limit - 1)) == 18
-    with pytest.raises(BadInput, match="too few rows, 1 of 20 rows; 19 dropped: longer than"):
+    with pytest.raises(BadInput, match="1 of 20 rows; 19 dropped: longer than 6 tokens: too few rows"):
         load(rows, max_length=limit - 18)
 
 
 @pytest.mark.parametrize("good, bad, words", [
     (TEXT, dict(prompt=""), "empty"), (TEXT, dict(chosen=" \n"), "empty"), (TEXT, dict(chosen=END), "empty"),
-    (NO_PROMPT, dict(chosen="x"), "empty.*common beginning"),
-    (TEXT, dict(chosen=TEXT["rejected"] + END), "equal")])
+    (NO_PROMPT, dict(chosen="x"), "empty.*common beginning")])
 def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, words):
     bad = good | bad
     assert len(load([good, bad, good, bad])) == 2
@@ -364,7 +418,11 @@ ROWS = [dict(prompt=f"The tea, {n}", chosen=' was "warm",\r\nvery.', rejected=" 
 
 
 def write_as(path, rows):
-    if path.suffix == ".jsonl":  # with a byte order mark, CRLF and empty lines
+    if path.suffix == ".gz":
+        plain = write_as(path.with_suffix(""), rows)
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+        plain.unlink()
+    elif path.suffix == ".jsonl":  # with a byte order mark, CRLF and empty lines
         path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(map(json.dumps, rows)).encode())
     elif path.suffix == ".json":
         lines = path.stem == "lines"  # as Dataset.to_json writes it
@@ -378,17 +436,19 @@ def write_as(path, rows):
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "lines.json", "a.csv", "a.parquet"])
+@pytest.mark.parametrize("name", [
+    "a.jsonl", "a.json", "lines.json", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz"])
 def test_every_format_gives_the_same_rows(load, tmp_path, name):
     loaded = load(write_as(tmp_path / name, ROWS), score="FILE:FUNCTION")
     assert [row[:3] for row in loaded] == [row[:3] for row in load(ROWS)]
     assert [row.columns for row in loaded] == ROWS
-    if name != "a.csv":
+    if "csv" not in name:
         assert [row[:3] for row in load(write_as(tmp_path / name, CHATS))] == [row[:3] for row in load(CHATS)]
 
 
 @pytest.mark.parametrize("name, content", [
-    ("no.jsonl", None), ("a.json", b"\xff{"), ("a.json", b'{"data": 1}'), ("a.jsonl", b"\n"),
+    ("no.jsonl", None), ("a.jsonl.gz", b"not compressed"), ("a.jsonl", b"\n"), ("a.json", b"\xff{"),
+    ("a.json", b'{"data": 1}'),
     ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good, bad, and more\n"),  # a comma outside of quotes
     ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good\n")])
 def test_bad_files_are_named(load, tmp_path, name, content):
@@ -399,16 +459,17 @@ def test_bad_files_are_named(load, tmp_path, name, content):
         load(path)
 
 
-def test_hub_datasets_are_loaded_by_name_and_split(load, monkeypatch):
-    asked = []
-
-    def load_dataset(name, split):
-        asked.append((name, split))
+@pytest.mark.parametrize("source, asked", [
+    ("some/data", ("some/data", "train")), ("some/data:test", ("some/data", "test")),
+    ("some/data:train[:9]", ("some/data", "train[:9]")), ("some/data:train[5:9]", ("some/data", "train[5:9]")),
+    ("some/data:en:test", ("some/data", "en", "test")), ("some/data:en:test[:5%]", ("some/data", "en", "test[:5%]"))])
+def test_hub_data_is_loaded_by_name_configuration_and_split(load, monkeypatch, source, asked):
+    def load_dataset(*names, split):
+        assert (*names, split) == asked
         return CHATS
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert len(load(Path("some/dataset"))) == len(load(Path("some/dataset:test"))) == len(CHATS)
-    assert asked == [("some/dataset", "train"), ("some/dataset", "test")]
+    assert len(load(Path(source))) == len(CHATS)
 
 
 def test_rows_are_small(load):

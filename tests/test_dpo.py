@@ -286,6 +286,25 @@ def test_scores_get_the_columns_of_all_rows(tmp_path):
     assert [line["step"] for line in lines] == [0, 0]
 
 
+def test_score_of_none_is_left_out_of_the_mean(tmp_path):
+    means, lines = sampled(tmp_path, "return [None, 0.25]")
+    assert means["eval_score"] == 0.25 and [line["score"] for line in lines] == [None, 0.25]
+
+
+@pytest.mark.parametrize("answers, n", [([(5,), (5,)], 1), ([(5,), (9,)], 2)])
+def test_answers_that_differ_are_counted(tmp_path, monkeypatch, answers, n):
+    monkeypatch.setattr(dpo, "generate", lambda *_: answers)
+    assert sampled(tmp_path, "return [0.0, 0.0]")[0]["samples/distinct"] == n
+
+
+def test_one_answer_for_each_whole_prompt(tmp_path):
+    """Rows of one prompt may begin their answers at different tokens."""
+    rows = [dpo.Row(prompt, (4,), (5,), (9, 9, 9), {}) for prompt in ((9, 9), (9, 9, 9))]
+    args = Args(dtype="float32", samples=2, max_new_tokens=2)
+    write_samples(load(), TOKENIZER, rows, None, 0, tmp_path, args)
+    assert len(read(tmp_path / "samples.jsonl")) == 1
+
+
 def test_prompts_without_room_for_an_answer_get_none(tmp_path):
     assert sampled(tmp_path, "return [1.0] * len(prompts)", max_new_tokens=255) == ({}, [])
 

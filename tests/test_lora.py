@@ -192,6 +192,7 @@ def test_adapter_on_an_adapter_is_refused():
 
 @pytest.mark.parametrize("config", [
     dict(peft_type="PREFIX_TUNING", num_virtual_tokens=4),
+    dict(peft_type="ADAPTION_PROMPT", adapter_len=4, adapter_layers=1),
     dict(peft_type="LORA", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 9])], ids=str)
 def test_adapter_of_more_than_weights_is_refused(config, tmp_path):
     """Its virtual tokens, or where it begins, would be ignored."""

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import traceback
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -261,6 +262,26 @@ def test_runs_resume_with_any_number_of_processes(name, processes):
         assert history == whole(name, 2)[0] and equal(weights, whole(name, 2)[1])
 
 
+def run_its_own(main, *args_of_ranks):
+    return main(args_of_ranks[int(os.environ["RANK"])])
+
+
+@pytest.mark.parametrize("differs", ["lr", "model", "reward", "out"])
+def test_processes_of_different_runs_are_refused(differs, tmp_path):
+    """As with another file on the disk of a second computer: what they train would be nothing of both."""
+    args = flags_of("rloo")[1]
+    args.out = f"{tmp_path}/out"
+    theirs = dict(lr=0.1, model=tiny(1), out=f"{tmp_path}/other")
+    if differs == "reward":
+        file, _, name = args.reward[0].partition(":")
+        edited = tmp_path / "edited.py"
+        edited.write_text(Path(file).read_text() + "# edited")
+        theirs["reward"] = (f"{edited}:{name}",)
+    with pytest.raises(BadInput, match="the processes differ in flags, data, models or --out"):
+        in_processes(2, run_its_own, rloo.main, args, replace(args, **{differs: theirs[differs]}))
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
 @refcache.process_group()
 def fill(path):
     cache = ReferenceCache()
@@ -280,6 +301,18 @@ def test_rank_without_a_local_rank_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(BadInput, match="torchrun"), refcache.process_group():
         pass
+
+
+@pytest.mark.parametrize("environment, device", [({}, 0), ({"LOCAL_RANK": "3"}, 3)])
+def test_one_process_chooses_its_gpu(monkeypatch, environment, device):
+    """Without that, a mesh of one process warns."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with refcache.process_group():
+        assert chosen == [torch.device("cuda", device)]
 
 
 @pytest.mark.slow

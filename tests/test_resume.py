@@ -1,5 +1,5 @@
 """Runs that are killed: the same command resumes, and gives the same bits as a run that was never interrupted."""
-import gc
+import json
 import multiprocessing
 import os
 import random
@@ -219,6 +219,70 @@ def test_shards_of_a_killed_save_are_removed(tmp_path):
     assert_same_as_whole("dpo", out)
 
 
+# --- Files of the user
+
+def contents(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
+
+
+@pytest.mark.parametrize("script", ["dpo", pytest.param("kto", marks=SLOW), pytest.param("rloo", marks=SLOW)])
+@pytest.mark.parametrize("name, text", [
+    ("samples.jsonl", '{"prompt": "The tea"}\n'), ("metrics.jsonl", ""), ("args.json", '{"lr": 1}')])
+def test_files_of_another_program_are_refused_and_stay(script, name, text, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(BadInput, match=f"{name} is of another program.*--out"):
+        SCRIPTS[script].main(arguments(script, out=str(tmp_path), ref="swap"))
+    assert contents(tmp_path) == {tmp_path / name: text.encode()}
+
+
+def test_data_in_the_folder_of_a_run_stays(tmp_path):
+    rows = Path(data("dpo")[0]).read_text()
+    (tmp_path / "samples.jsonl").write_text(rows)
+    with pytest.raises(BadInput, match="samples.jsonl is of another program"):
+        dpo.main(arguments(data=f"{tmp_path}/samples.jsonl", out=str(tmp_path)))
+    assert (tmp_path / "samples.jsonl").read_text() == rows
+
+
+def test_only_checkpoints_of_the_run_are_removed_at_its_end(tmp_path):
+    out = copy_of("dpo", tmp_path)
+    shutil.copytree(newest(out), out / "resume-best")  # the natural way to keep one
+    (out / "resume-notes").mkdir()
+    (out / ".model").mkdir()  # a killed save of the model has left it
+    (out / ".model/model-00001-of-00002.safetensors").write_bytes(b"stale")
+    before = contents(out / "resume-best")
+    start("dpo", out)
+    assert contents(out / "resume-best") == before and (out / "resume-notes").exists()
+    assert [path.name for path in out.glob("resume-*") if path.name[7:].isdigit()] == []
+    assert not (out / ".model").exists() and len(list((out / "model").glob("*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize("damage", ["no shard", "short shard", "no log", "short log"])
+def test_checkpoint_or_log_that_lost_bytes_is_refused_before_training(damage, tmp_path):
+    """A checkpoint without its first shard would be half of the base, and a log would be filled up with zeros."""
+    out = copy_of("dpo", tmp_path)
+    path = out / "samples.jsonl" if "log" in damage else min(newest(out).glob("*.safetensors"))
+    if "no" in damage.split():
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    before = contents(out)
+    with pytest.raises(BadInput, match=f"{path.name} had \\d+ bytes: restore it"):
+        start("dpo", out)
+    assert contents(out) == before
+
+
+def test_sizes_in_a_checkpoint_truncate_only_the_logs_of_the_run(tmp_path):
+    """Somebody else may have written it."""
+    out = copy_of("dpo", tmp_path)
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    file = newest(out) / "run.json"
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps(saved | {"sizes": saved["sizes"] | {str(mine): 1, "../mine.txt": 1}}))
+    start("dpo", out)
+    assert mine.read_text() == "mine"
+
+
 # --- Which command resumes a run
 
 def test_flags_of_memory_and_files_may_change(tmp_path):
@@ -276,13 +340,17 @@ def test_resume_refuses_other_rows_weights_and_functions(name, tmp_path):
     edits.append((function, function.read_bytes().replace(b"return", b"return 2 *"), "functions"))
     for model in models:
         edits.append((model / "model.safetensors", Path(tiny(1), "model.safetensors").read_bytes(), "weights"))
+        for settings in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
+            text = (model / settings).read_bytes().replace(b"\n", b" \n").replace(b"{%", b"{% ", 1)
+            edits.append((model / settings, text, f"{model.name}'s settings"))
     for file, edited, words in edits:
         before = file.read_bytes()
         file.write_bytes(edited)
+        assert edited != before
         with pytest.raises(BadInput, match=f"{words}.*--out"):
             start(name, tmp_path / "out", **flags)
-        gc.collect()  # frees the lock, which the traceback holds
         file.write_bytes(before)
+    flags["model"] = str(shutil.copytree(models[0], tmp_path / "moved"))  # equal bytes in another place
     assert len(start(name, tmp_path / "out", **flags)) == STEPS + 1
 
 
@@ -300,6 +368,26 @@ def test_edited_script_is_named_at_a_resume(tmp_path, capsys, monkeypatch):
         assert f"resumes after step {STEPS - 1}" in printed
         named = ["dpo.py has changed since" in printed, "transformers has changed" in printed]
         assert named == [edited] * 2 and "refcache.py has" not in printed
+
+
+def test_run_of_another_script_is_refused(tmp_path, monkeypatch):
+    out = copy_of("dpo", tmp_path)
+    script = shutil.copy(dpo.__file__, tmp_path / "orpo.py")
+    monkeypatch.setattr(dpo, "__file__", str(script))
+    with pytest.raises(BadInput, match="a run with other script: name another --out"):
+        start("dpo", out)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, BadInput])
+def test_folder_is_free_after_a_run_that_ended_in_an_error(error, tmp_path, monkeypatch):
+    """As in a notebook, where the traceback lives on."""
+    def load_data(*_):
+        raise error("now")
+
+    with monkeypatch.context() as patch, pytest.raises(error) as caught:
+        patch.setattr(dpo, "load_data", load_data)
+        dpo.main(arguments(out=str(tmp_path)))
+    assert len(dpo.main(arguments(out=str(tmp_path), steps=1))) == 2 and caught.traceback
 
 
 def test_folder_of_a_finished_run_is_refused():

@@ -157,12 +157,18 @@ def test_constant_rewards_change_nothing(rolled):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "longer than 0 tokens"),
-    (dict(reward=(f"{FILE}:silent",)), "reward"), (dict(reward=(f"{FILE}:infinite",)), "reward"),
+    (dict(reward=(f"{FILE}:infinite",)), "infinite gave an infinite reward: None would"),
     (dict(reward=(f"{FILE}:single",)), r"single returned \[1.0\]: expected a list of \d+ numbers or None"),
     (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNCTION"), (dict(reward=(str(FILE),)), "FILE.py:FUNCTION")])
 def test_misuse_and_bad_rewards_are_refused(changes, words):
     with pytest.raises(BadInput, match=words):
         main(arguments("rloo", **FLAGS | changes))
+
+
+def test_samples_without_any_reward_change_nothing(rolled):
+    silent = rolled(reward=(f"{FILE}:silent",))
+    assert all(math.isnan(values["reward"]) and values["grad_norm"] == 0 for values in silent.history[1:])
+    assert distance(silent, SimpleNamespace(weights=weights_of(MODEL))) == 0
 
 
 # --- Reward models
@@ -214,6 +220,15 @@ def test_bad_reward_models_are_refused(tmp_path):
         RewardModel(tiny(), "cpu", Args())
     with pytest.raises(BadInput, match="2 outputs"):
         RewardModel(classifier(tmp_path / "two", outputs=2), "cpu", Args())
+
+
+def test_out_of_memory_in_a_rollout_names_its_flag(monkeypatch):
+    def decode(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rloo, "decode", decode)
+    with pytest.raises(BadInput, match="--rollout_tokens"):
+        main(arguments("rloo", **FLAGS))
 
 
 # --- Training

@@ -107,6 +107,27 @@ def test_help_explains_every_flag(capsys):
 
 
 @EACH
+def test_help_shows_shapes_and_metrics_as_paragraphs(script, capsys):
+    """Lines without an empty line before them would be joined to one paragraph."""
+    assert command_line(script, "--help") == 0
+    lines = [line.strip(" │") for line in capsys.readouterr().out.splitlines()]
+    for words in ("Data: ", "Shapes: ", "Metrics: "):
+        (place,) = [i for i, line in enumerate(lines) if line.startswith(words)]
+        assert lines[place - 1] == ""
+
+
+def test_interrupt_is_one_sentence(capsys, monkeypatch):
+    def checkpoint_digest(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(refcache, "checkpoint_digest", checkpoint_digest)
+    args = arguments()
+    assert command_line("dpo", "--model", args.model, "--data", args.data, "--out", args.out) == 2
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[-1] == "dpo.py: stopped, the same command resumes" and "Traceback" not in printed
+
+
+@EACH
 def test_bad_input_is_one_sentence_and_exit_code_2(script, tmp_path, capsys):
     reward = ("--reward", f"{ROOT}/demo/score.py:sentiment") if script == "rloo" else ()
     flags = ("--model", arguments().model, "--data", tmp_path / "nothing.jsonl", "--out", tmp_path / "out", *reward)
@@ -114,6 +135,21 @@ def test_bad_input_is_one_sentence_and_exit_code_2(script, tmp_path, capsys):
     printed = capsys.readouterr().err.splitlines()
     assert printed[-1].startswith(f"{script}.py: ") and "nothing.jsonl" in printed[-1]
     assert not any("Traceback" in line for line in printed)
+
+
+@pytest.mark.parametrize("flag, name", [
+    ("--out", "file"), ("--out", "file/below"), ("--data", "folder"), ("--data", "folder/no.jsonl"),
+    ("--score", "no.py:rate"), ("--ref_cache", "file/cache.pkl")])
+def test_wrong_file_or_folder_is_named_in_one_sentence(flag, name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)  # the hub is not asked
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "folder").mkdir()
+    args = arguments()
+    flags = {"--model": args.model, "--data": args.data, "--out": args.out} | {flag: tmp_path / name}
+    assert command_line("dpo", *(word for pair in flags.items() for word in pair)) == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[-1].startswith("dpo.py: ") and name.partition(":")[0] in printed[-1]
+    assert not any("Traceback" in line for line in printed) and (tmp_path / "file").read_text() == "mine"
 
 
 def test_out_of_memory_names_the_flag_to_lower(capsys, monkeypatch):

@@ -1,0 +1,192 @@
+"""What flags may say, what they are when they are not given, and what a user's own functions may return."""
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import build
+from runs import EACH, SCRIPTS, TIED, arguments, load, needs_peft, read, save, tiny
+from transformers import AutoModelForCausalLM
+
+import dpo
+import rloo
+from refcache import BadInput, StepMemory
+
+BAD = {  # of every script
+    "lr": -1e-6, "warmup": -0.1, "epochs": 0.0, "steps": -2, "batch_size": 0, "lora_r": 0, "weight_decay": -0.1,
+    "max_grad_norm": -1.0, "beta": -0.1, "save_every": -1, "max_length": -1, "max_new_tokens": -1, "eval_size": -1,
+    "ref": "Cache", "schedule": "cosin", "dtype": "fp16", "gradient_checkpointing": "yes", "save_dtype": "float16"}
+BAD_OF = {
+    "dpo": [("beta", 0.0), ("label_smoothing", 0.5), ("label_smoothing", math.nan), ("loss", "ipo"), ("loss", ("dpo",)),
+            ("loss_weights", (1.0, 2.0))],
+    "kto": [("beta", 0.0), ("loss", "sigmoid"), ("undesirable_weight", -1.0)],
+    "rloo": [("k", 1), ("temperature", 0.0), ("max_new_tokens", 0), ("updates_per_rollout", -1)]}
+
+
+def resolve(script, **flags):
+    return SCRIPTS[script].resolve(arguments(script, **flags))
+
+
+# --- Values
+
+@pytest.mark.parametrize("script, flag, value", [
+    *((script, *bad) for script in SCRIPTS for bad in BAD.items()),
+    *((script, *bad) for script, several in BAD_OF.items() for bad in several)])
+def test_values_that_no_run_can_have_are_refused(script, flag, value):
+    with pytest.raises(BadInput, match=rf"--{flag}\b"):
+        resolve(script, **{flag: value})
+
+
+@EACH
+def test_smallest_values_are_accepted(script):
+    flags = dict(steps=-1, lr=0.0, warmup=0.0, batch_size=1, lora_r=1, max_grad_norm=0.0, eval_size=0)
+    flags |= dict(k=2, beta=0.0, max_new_tokens=1) if script == "rloo" else {}
+    args = resolve(script, **flags)
+    assert {name: vars(args)[name] for name in flags} == flags
+
+
+def test_label_smoothing_is_for_sigmoid():
+    assert resolve("dpo", label_smoothing=0.4, loss=("sft", "sigmoid")).label_smoothing == 0.4
+    with pytest.raises(BadInput, match="--label_smoothing"):
+        resolve("dpo", label_smoothing=0.4, loss=("ipo",))
+
+
+@pytest.mark.parametrize("has_demo", [True, False])
+def test_demo_is_named_where_there_is_one(monkeypatch, tmp_path, has_demo):
+    if not has_demo:  # a script that was copied alone
+        monkeypatch.setattr(dpo, "HERE", tmp_path)
+    for flags in (dict(model="mine"), dict(data="mine"), *[{}] * (not has_demo)):
+        with pytest.raises(BadInput, match="give both --model and --data" + ", or neither for the demo$" * has_demo):
+            dpo.resolve(dpo.Args(**flags))
+
+
+# --- Defaults
+
+def test_learning_rate_of_an_adapter_is_ten_times_as_high():
+    assert [resolve("dpo", lr=None, lora_r=r).lr for r in (None, 4)] == [1e-6, 1e-5]
+
+
+@EACH
+def test_folder_without_out_goes_on_or_is_the_next(script, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for folder in (f"out/{script}", f"out/{script}-2", f"out/{script}-3"):
+        assert resolve(script, out=None).out == folder
+        Path(folder).mkdir(parents=True)
+        assert resolve(script, out=None).out == folder, "an unfinished run goes on"
+        Path(folder, "model").mkdir()
+
+
+@pytest.mark.parametrize("gpu, flags, expected", [
+    (100, {}, "live"), (72, {}, "live"), (69, {}, "swap"), (100, dict(sync_reference=2), "swap"),
+    (100, dict(ref="swap"), "swap"), (9, dict(ref="live"), "live"), (None, {}, "swap"),
+    pytest.param(100, dict(lora_r=2), "swap", marks=needs_peft)])
+def test_reference_of_rloo_is_live_where_it_fits(monkeypatch, gpu, flags, expected):
+    """A step needs 20 + 30 + 5 GB; a live reference in bfloat16 30 / 6 = 5 more: 60 are 85 % of 70.6 GB."""
+    policy = load(script=rloo, trains=True, **flags)
+    monkeypatch.setattr(rloo, "step_memory", lambda *_: StepMemory(20, 30, 5, 1, gpu))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    assert rloo.choose_reference(policy, rloo.Args(dtype="bfloat16", **flags)) == expected
+
+
+# --- A user's own functions
+
+def call(function, **columns):
+    return dpo.call_function("mine.py:rate", function, 2, prompts=["p", "q"], completions=["a", "b"], **columns)
+
+
+async def rate_later(completions, **columns):
+    return [0.5, None]
+
+
+def rate_one_by_one(completions, **columns):
+    yield from (0.5, None)
+
+
+@pytest.mark.parametrize("function", [rate_later, rate_one_by_one, lambda **columns: torch.tensor([0.5, math.nan])])
+def test_numbers_may_come_from_a_coroutine_a_generator_or_a_tensor(function):
+    assert call(function) == pytest.approx([0.5, math.nan], nan_ok=True)
+
+
+@pytest.mark.parametrize("value", [None, 0.5, ["good", "bad"], [1.0], [1.0, 2.0, 3.0], [[1.0], [2.0]]], ids=str)
+def test_other_results_are_refused_in_one_sentence(value):
+    with pytest.raises(BadInput, match=r"mine.py:rate returned .*: expected a list of 2 numbers or None"):
+        call(lambda **columns: value)
+
+
+def test_missing_argument_is_named_and_errors_keep_their_traceback():
+    with pytest.raises(BadInput, match=r"mine.py:rate: .*'answer'.*: add \*\*columns"):
+        call(lambda prompts, completions: [1.0, 2.0], answer=["42", "43"])
+
+    def rate(**columns):
+        raise TypeError("mine")
+    with pytest.raises(TypeError, match="^mine$"):
+        call(rate)
+
+
+def test_two_runs_in_a_process_read_their_score_anew(tmp_path):
+    """As a notebook does, where a function is edited between two runs."""
+    file = tmp_path / "score.py"
+    scores = []
+    for value in ("0.25", "0.75"):
+        file.write_text(f"def rate(completions, **columns):\n    return [{value}] * len(completions)\n")
+        args = arguments(steps=1, samples=2, max_new_tokens=2, score=f"{file}:rate")
+        scores.append([values["eval_score"] for values in dpo.main(args)])
+    assert scores == [[0.25, 0.25], [0.75, 0.75]]
+
+
+# --- Weights & Biases
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A stand-in, which keeps what it is told."""
+    stand_in = SimpleNamespace(begun=[], logged=[])
+    stand_in.init = lambda **options: stand_in.begun.append(options)
+    stand_in.log = lambda values, step: stand_in.logged.append((step, values))
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    return stand_in
+
+
+@EACH
+def test_every_line_of_metrics_is_logged_and_a_resumed_run_goes_on(script, wandb, monkeypatch):
+    args = arguments(script, wandb=True, save_every=1, max_new_tokens=2)
+    module = SCRIPTS[script]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_model", None)
+        with pytest.raises(TypeError):
+            module.main(args)
+    lines = read(f"{args.out}/metrics.jsonl")
+    assert wandb.logged == [(values["step"], values) for values in lines] and len(lines) == 4
+
+    module.main(args)
+    first, second = wandb.begun
+    assert len(wandb.logged) == 4, "nothing was left to do"
+    assert first["id"] == second["id"] and [first["resume"], second["resume"]] == [None, "allow"]
+    assert first["name"] == Path(args.out).name and first["config"]["lr"] == args.lr
+    wandb.begun.clear()
+    wandb.logged.clear()
+    module.main(arguments(script, steps=1, max_new_tokens=2))
+    assert not wandb.begun and not wandb.logged, "not without --wandb"
+
+
+# --- The saved model
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_is_saved_in_the_dtype_of_its_forwards(tied):
+    model = save(build("llama", TIED), "tied to save") if tied else tiny()
+    saved = {}
+    for flags in (dict(dtype="bfloat16"), dict(dtype="bfloat16", save_dtype="float32"), dict(dtype="float32")):
+        args = arguments(steps=1, model=model, **flags)
+        dpo.main(args)
+        folder = Path(args.out, "model")
+        config = json.loads((folder / "config.json").read_text())
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        assert str(loaded.dtype) == f"torch.{config['dtype']}"
+        saved[tuple(flags.values())] = loaded
+    half, whole, other = saved.values()
+    assert [model.dtype for model in (half, whole, other)] == [torch.bfloat16, torch.float32, torch.float32]
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight.bfloat16(), half.state_dict()[name])
+    assert any(not torch.equal(weight.bfloat16().float(), weight) for weight in whole.parameters())
