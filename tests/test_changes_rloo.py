@@ -1,15 +1,21 @@
-"""Patches of rloo.py: loss and gradient of each batch are those of a plain loop over samples."""
+"""Patches of rloo.py: loss and gradient of each batch are those of a plain loop over samples. vLLM's samples come from
+the policy's weights."""
+import sys
+from importlib.util import find_spec
 from math import isnan, nan
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from models import gradient, logps
-from runs import arguments, load
+from runs import ROOT, TOKENIZER, adapt, arguments, load, needs_peft, tiny
 from slow_losses import model_with_many_ends
 from slow_samples import FORMULAS, ppo, tokens_of
 from test_changes import SLOW, changed, run, watch
 from torch import tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import rloo
 
 
 SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0.0]])  # one scored sample; a tie
@@ -121,3 +127,127 @@ def test_sample_without_a_reward_changes_nothing(name):
     (loss, grad), (other_loss, other_grad) = results
     assert loss == pytest.approx(other_loss, abs=1e-6) and grad.norm() > 1e-3
     assert (grad - other_grad).norm() < 1e-5 * grad.norm()
+
+
+# --- vLLM: a module that stands for it, which draws from the weights it was sent
+
+class LLM:
+    engines = []
+
+    def __init__(self, model, dtype, max_model_len, gpu_memory_utilization, load_format, enable_sleep_mode,
+                 enforce_eager, logprobs_mode, distributed_executor_backend):
+        assert (load_format, logprobs_mode, max_model_len) == ("dummy", "processed_logprobs", -1)
+        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval()
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")))
+        self.calls = []
+        LLM.engines.append(self)
+
+    def collective_rpc(self, name, kwargs):
+        self.calls.append(name)
+        weights = {name: weight.clone() for name, weight in kwargs["weights_iterator"]}
+        self.model.load_state_dict(weights, strict=True)
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset_prefix_cache")
+
+    @torch.no_grad()
+    def generate(self, requests, options, use_tqdm):
+        self.calls.append("generate")
+        outputs = []
+        for request, option in zip(requests, options, strict=True):
+            samples = [self.draw(request["prompt_token_ids"], option, option.seed + i) for i in range(option.n)]
+            outputs.append(SimpleNamespace(outputs=samples))
+        return outputs
+
+    def draw(self, prompt, option, seed):
+        ids, logps, random = list(prompt), [], torch.Generator().manual_seed(seed)
+        while len(logps) < option.max_tokens and not (logps and ids[-1] in option.stop_token_ids):
+            logp = torch.log_softmax(self.model(tensor([ids])).logits[0, -1] / option.temperature, 0)
+            ids.append(torch.multinomial(logp.exp(), 1, generator=random).item())
+            logps.append(logp[ids[-1]].item())
+        return SimpleNamespace(token_ids=ids[len(prompt):], logprobs=SimpleNamespace(logprobs=logps))
+
+
+def sampling_params(n, seed, temperature, max_tokens, stop_token_ids, ignore_eos, logprobs, flat_logprobs, detokenize):
+    assert ignore_eos and flat_logprobs and logprobs == 0 and not detokenize
+    return SimpleNamespace(**locals())
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch):
+    module = ModuleType("vllm")
+    module.LLM, module.SamplingParams = LLM, sampling_params
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    changed("vllm_rollouts").load_engine.cache_clear()
+    LLM.engines.clear()
+
+
+def gaps_of(history):
+    return [line["sampling/sampling_logp_difference/max"] for line in history[1:]]
+
+
+@pytest.mark.parametrize("flags", [{}, pytest.param(dict(lora_r=4), marks=needs_peft), dict(temperature=0.7),
+                                   dict(dtype="bfloat16"), dict(model="many ends")], ids=str)
+def test_vllm_samples_from_the_new_weights(fake_vllm, flags):
+    """The learning rate is so high that samples of older weights would have other log-probs."""
+    if "model" in flags:
+        flags = dict(model=model_with_many_ends())
+    history, _ = run("vllm_rollouts", **{"lr": 3e-2, "steps": 3} | flags)
+    assert max(gaps_of(history)) < (0.1 if "dtype" in flags else 1e-4) and history[1]["kl"] != history[3]["kl"]
+    assert len(LLM.engines) == 1
+    steps = 6  # check_sampler, an evaluation before, three steps, an evaluation after
+    assert LLM.engines[0].calls == steps * ["reload_weights", "reset_prefix_cache", "generate"] + ["shutdown"]
+
+
+@needs_peft
+def test_vllm_gets_merged_weights_of_an_adapter_that_replaces_layers(fake_vllm):
+    folder = adapt("whole head", modules_to_save=["lm_head"])
+    assert max(gaps_of(run("vllm_rollouts", model=folder, lr=3e-2)[0])) < 1e-4
+
+
+def test_vllm_samples_are_a_function_of_seed_step_and_place(fake_vllm):
+    module, policy = changed("vllm_rollouts"), load()
+    samples = []
+    for seed, step in ((0, 1), (0, 1), (0, 2), (1, 1)):
+        args = module.Args(model=tiny(), dtype="float32", seed=seed, max_new_tokens=6)
+        groups = module.rollout(policy, TOKENIZER, [(5, 6, 7)] * 2, 3, step, args).groups
+        samples.append([completion for _, completions in groups for completion in completions])
+    first, again, other_step, other_seed = samples
+    assert first == again and first[:3] != first[3:] and len(set(first)) == 6
+    assert not set(first) & set(other_step) and not set(first) & set(other_seed)
+
+
+def test_vllm_with_stale_weights_is_refused(fake_vllm, monkeypatch):
+    monkeypatch.setattr(LLM, "collective_rpc", lambda self, name, kwargs: list(kwargs["weights_iterator"]))
+    with pytest.raises(rloo.BadInput, match="changes log-probs by"):
+        run("vllm_rollouts")
+
+
+def test_vllm_memory_0_samples_as_rloo_does(fake_vllm):
+    history = run("vllm_rollouts", vllm_memory=0.0)[0]
+    expected = rloo.main(arguments("rloo"))
+    assert [line["reward"] for line in history[1:]] == [line["reward"] for line in expected[1:]]
+    assert not LLM.engines
+
+
+@SLOW
+@pytest.mark.skipif(not find_spec("vllm"), reason="needs vllm 0.32, whose transformers is older: docs/change_it.md")
+def test_real_vllm(monkeypatch):
+    """At a high learning rate its log-probs stay the trainer's. Its greedy tokens are those of decode()."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    module, model = changed("vllm_rollouts"), f"{ROOT}/demo/model"
+    for _ in range(2):  # a second run in the same process loads it again
+        history, args = run("vllm_rollouts", model=model, lr=1e-3, steps=3, max_new_tokens=32)
+        assert max(gaps_of(history)) < 1e-4 and history[3]["kl"] > 1e-3
+
+    tokenizer = module.load_tokenizer(model)
+    policy = module.load_model(f"{args.out}/model", "cpu", args, trains=True)
+    prompts = [row.prompt for row in module.load_rows(args.data, tokenizer, args)]
+    samples = []
+    for memory, temperature in ((0.3, 0.0), (0.0, 1e-4)):
+        args.vllm_memory, args.temperature = memory, temperature
+        samples.append(module.rollout(policy, tokenizer, prompts, 1, 1, args).groups)
+    module.close_engine(module.replace(args, vllm_memory=0.3))
+    assert samples[0] == samples[1]
