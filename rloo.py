@@ -331,7 +331,7 @@ def train(args: Args, out: Path) -> list[dict]:
             progress.write(f"rollouts need {torch.cuda.max_memory_allocated() / 1e9:.1f} GB of the GPU")
         if step == 1 and not samples.ended.any():
             stops = tokenizer.convert_ids_to_tokens(stop_tokens(policy, tokenizer))
-            progress.write(f"No sample ends: raise --max_new_tokens? Does the template end turns with one of {stops}?")
+            progress.write(f"No sample ends with one of {stops}: raise --max_new_tokens, or mend the template")
         if args.mask_truncated:
             rewards = torch.where(samples.ended, rewards, math.nan)
 
@@ -666,14 +666,15 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     for name, function, weight in functions:
         values = call_function(name, function, len(columns), **inputs) if columns else []
         values = torch.tensor(list(chain(*all_gather(values))))  # (B · k,)
-        if values.isinf().any():
-            raise BadInput(f"{name} gave an infinite reward: None would leave a completion out")
         means[f"rewards/{name}"] = values.nanmean().item()
         all_values.append(weight * values)
 
     all_values = torch.stack(all_values)
     has_reward = ~all_values.isnan().all(dim=0)
-    return torch.where(has_reward, all_values.nansum(dim=0), math.nan).view(-1, k), means
+    total = torch.where(has_reward, all_values.nansum(dim=0), math.nan)
+    if total.isinf().any() or total.isnan().all():
+        raise BadInput("rewards are infinite, or all None")
+    return total.view(-1, k), means
 
 
 def log_samples(out: Path, step: int, held_out: bool, samples: Samples, rows: list[Row], rewards: torch.Tensor):

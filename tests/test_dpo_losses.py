@@ -92,7 +92,7 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
 
 
 @pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("robust", 0.5)])
-def test_undefined_loss_is_refused_before_loading(loss, eps):
+def test_undefined_loss_is_refused_before_reading_data(loss, eps):
     module = changed("losses")
     with pytest.raises(BadInput, match="--label_smoothing"):
         module.resolve(module.Args(model=tiny(), data="no file", loss=("sigmoid", loss), label_smoothing=eps))

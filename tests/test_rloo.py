@@ -157,18 +157,13 @@ def test_constant_rewards_change_nothing(rolled):
 
 @pytest.mark.parametrize("changes, words", [
     (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "longer than 0 tokens"),
-    (dict(reward=(f"{FILE}:infinite",)), "infinite gave an infinite reward: None would"),
+    (dict(reward=(f"{FILE}:infinite",)), "rewards are infinite, or all None"),
+    (dict(reward=(f"{FILE}:silent",)), "rewards are infinite, or all None"),
     (dict(reward=(f"{FILE}:single",)), r"single returned \[1.0\]: expected a list of \d+ numbers or None"),
     (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNCTION"), (dict(reward=(str(FILE),)), "FILE.py:FUNCTION")])
 def test_misuse_and_bad_rewards_are_refused(changes, words):
     with pytest.raises(BadInput, match=words):
         main(arguments("rloo", **FLAGS | changes))
-
-
-def test_samples_without_any_reward_change_nothing(rolled):
-    silent = rolled(reward=(f"{FILE}:silent",))
-    assert all(math.isnan(values["reward"]) and values["grad_norm"] == 0 for values in silent.history[1:])
-    assert distance(silent, SimpleNamespace(weights=weights_of(MODEL))) == 0
 
 
 # --- Reward models
@@ -365,5 +360,5 @@ def test_only_the_ends_of_a_generation_config_count(rolled):
 def test_samples_that_never_end_are_said(capsys, model, is_said):
     flags = dict(model=model, reward=(f"{FILE}:constant",), steps=1, max_new_tokens=1 if is_said else 6)
     history = main(arguments("rloo", **FLAGS | flags))
-    assert ("No sample ends: raise --max_new_tokens" in "".join(capsys.readouterr())) == is_said
+    assert ("No sample ends with one of" in "".join(capsys.readouterr())) == is_said
     assert history[1]["frac_reward_zero_std"] == 1 and (history[1]["completions/clipped_ratio"] == 1) == is_said
