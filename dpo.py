@@ -375,8 +375,8 @@ def resolve(args: Args) -> Args:
 # ---- Answers and results: the same in dpo.py and kto.py --------------
 
 def write_samples(policy, tokenizer, rows: list, score, step: int, out: Path, args) -> dict[str, float]:
-    """Answers held-out prompts into samples.jsonl, and prints three answers beside those before training. Returns the
-    mean of --score, and how many answers differ."""
+    """Writes answers to held-out prompts to samples.jsonl, and prints three of them beside those before training.
+    Returns the mean of --score, and how many answers differ."""
     longest = context_length(policy.config) - args.max_new_tokens
     one_per_prompt = {row.whole_prompt: row for row in rows if len(row.prompt) <= longest}
     rows = list(one_per_prompt.values())[:args.samples]
@@ -428,7 +428,7 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
 
 
 def describe_run(train_rows: list, eval_rows: list, args) -> dict:
-    """What a resumed run must have in common with its checkpoint. `code` may change, which is told."""
+    """What restore_checkpoint compares with the checkpoint. Flags in MAY_CHANGE may differ; changed code is told."""
     run = vars(args) | {"rows": digest_of(train_rows), "held-out rows": digest_of(eval_rows)}
     run |= describe_files({"model": args.model, "ref_model": args.ref_model}, [args.score] if args.score else [])
     return json.loads(json.dumps(run))  # tuples become lists
@@ -737,9 +737,9 @@ def load_function(spec: str) -> Callable:
     return function
 
 
-def call_function(spec: str, function: Callable, n: int, **columns) -> list[float]:
+def call_function(spec: str, function: Callable, n: int, /, **columns) -> list[float]:
     """What a user's reward or score returns for n completions: a number each, NaN for None. A coroutine is awaited.
-    What the function itself raises keeps its traceback."""
+    What the function itself raises keeps its traceback. A column may be called `n`, because of the slash."""
     try:
         inspect.signature(function).bind(**columns)
     except TypeError as error:
@@ -948,7 +948,7 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
             os.truncate(out / name, saved["sizes"][name])
         if run["wandb"]:
             import wandb
-            run_id = digest_of([out.resolve()])  # a resumed run goes on in the same one
+            run_id = digest_of([out.resolve(), out.stat().st_ino])  # a resumed run goes on in the same one
             wandb.init(name=out.name, id=run_id, resume="allow" if step else None, config=run,
                        reinit="finish_previous")
     return step

@@ -24,7 +24,7 @@ logps/*: log π(y|x) | logratio: |ρ| per token | nll/chosen: −log π(y|x) per
 grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak |
 eval_*: of held-out rows | eval_score: mean of --score | samples/distinct: how many of the sampled answers differ.
 
-Not here: tensor or pipeline parallelism, images, sequences that are truncated instead of dropped.
+Not here: tensor or pipeline parallelism, images, rows that are truncated instead of dropped.
 """
 import asyncio
 import csv
@@ -370,8 +370,8 @@ def resolve(args: Args) -> Args:
 # ---- Answers and results: the same in dpo.py and kto.py --------------
 
 def write_samples(policy, tokenizer, rows: list, score, step: int, out: Path, args) -> dict[str, float]:
-    """Answers held-out prompts into samples.jsonl, and prints three answers beside those before training. Returns the
-    mean of --score, and how many answers differ."""
+    """Writes answers to held-out prompts to samples.jsonl, and prints three of them beside those before training.
+    Returns the mean of --score, and how many answers differ."""
     longest = context_length(policy.config) - args.max_new_tokens
     one_per_prompt = {row.whole_prompt: row for row in rows if len(row.prompt) <= longest}
     rows = list(one_per_prompt.values())[:args.samples]
@@ -423,7 +423,7 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
 
 
 def describe_run(train_rows: list, eval_rows: list, args) -> dict:
-    """What a resumed run must have in common with its checkpoint. `code` may change, which is told."""
+    """What restore_checkpoint compares with the checkpoint. Flags in MAY_CHANGE may differ; changed code is told."""
     run = vars(args) | {"rows": digest_of(train_rows), "held-out rows": digest_of(eval_rows)}
     run |= describe_files({"model": args.model, "ref_model": args.ref_model}, [args.score] if args.score else [])
     return json.loads(json.dumps(run))  # tuples become lists
@@ -457,7 +457,7 @@ def is_desirable(columns: dict) -> bool:
 
 
 def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
-    """The rows with y', an answer of `sources` to another prompt, drawn once."""
+    """Gives each row a y', which is an answer of `sources` to another prompt. It is drawn once."""
     order = generator(args.seed, "others").permutation(len(sources)).tolist()
     drawn = []
     n_cut = 0
@@ -473,14 +473,14 @@ def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
 
 
 def print_balance(rows: list[Row], args: Args):
-    """Equation 8 asks for λ_D n_D / (λ_U n_U) between 1 and 4/3."""
+    """Prints how many rows are desirable, and a better λ_U unless λ_D n_D / (λ_U n_U) is in [1, 4/3] (equation 8)."""
     n_desirable = sum(row.is_desirable for row in rows)
     if n_desirable in (0, len(rows)):
         raise BadInput(f"{args.data}: all rows have the same label")
     print(f"{n_desirable} of {len(rows)} rows are desirable")
     balanced = args.desirable_weight * n_desirable / (len(rows) - n_desirable)  # the λ_U that makes it 1
-    if not 1 <= balanced / args.undesirable_weight <= 4 / 3:
-        print(f"--undesirable_weight {balanced / 1.17:.2g} would balance them")
+    if not 0.75 * balanced <= args.undesirable_weight <= balanced:  # the ratio is not between 1 and 4/3
+        print(f"--undesirable_weight {balanced / 1.17:.2g} would balance them")  # 1.17: the middle
 
 
 # ======================================================================
@@ -772,9 +772,9 @@ def load_function(spec: str) -> Callable:
     return function
 
 
-def call_function(spec: str, function: Callable, n: int, **columns) -> list[float]:
+def call_function(spec: str, function: Callable, n: int, /, **columns) -> list[float]:
     """What a user's reward or score returns for n completions: a number each, NaN for None. A coroutine is awaited.
-    What the function itself raises keeps its traceback."""
+    What the function itself raises keeps its traceback. A column may be called `n`, because of the slash."""
     try:
         inspect.signature(function).bind(**columns)
     except TypeError as error:
@@ -983,7 +983,7 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
             os.truncate(out / name, saved["sizes"][name])
         if run["wandb"]:
             import wandb
-            run_id = digest_of([out.resolve()])  # a resumed run goes on in the same one
+            run_id = digest_of([out.resolve(), out.stat().st_ino])  # a resumed run goes on in the same one
             wandb.init(name=out.name, id=run_id, resume="allow" if step else None, config=run,
                        reinit="finish_previous")
     return step
