@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from models import gradient, logps
-from runs import ROOT, TOKENIZER, adapt, arguments, load, needs_peft, tiny
+from models import logps
+from runs import ROOT, TOKENIZER, adapt, arguments, done, load, needs_peft, tiny, without_speed
 from slow_losses import model_with_many_ends
 from slow_samples import FORMULAS, ppo, tokens_of
 from test_changes import SLOW, changed, run, watch
@@ -21,7 +21,7 @@ import rloo
 SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0.0]])  # one scored sample; a tie
 
 
-def watch_samples(monkeypatch, name, formula, beta):
+def watch_samples(monkeypatch, name, formula):
     """watch() of the samples of a run, which get SCORES. Returns the samples, too: {prompt: [sample, ..]}."""
     module, reference, known = changed(name), load(model_with_many_ends()), {}
     rollout = module.rollout
@@ -32,7 +32,7 @@ def watch_samples(monkeypatch, name, formula, beta):
         samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # of another sampler
         rows = [(prompt, y) for prompt, ys in samples.groups for y in ys]
         with torch.no_grad():
-            olds, refs = (logps(model, rows) for model in (policy, reference if beta else policy))
+            olds, refs = (logps(model, rows) for model in (policy, reference))
         known.update({prompt: [] for prompt, _ in samples.groups})
         for (prompt, y), sampler, old, ref in zip(rows, samples.logps.flatten(0, 1), olds, refs):
             known[prompt].append(SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=old, ref=ref))
@@ -48,7 +48,7 @@ def watch_samples(monkeypatch, name, formula, beta):
         rows = [(prompt, y) for prompt, _ in samples.groups for y in known[prompt]]
         for (_, y), logp in zip(rows, logps(policy, [(prompt, y.tokens) for prompt, y in rows])):
             y.logp = logp
-        return formula([known[prompt] for prompt, _ in samples.groups], beta)
+        return formula([known[prompt] for prompt, _ in samples.groups], 0.3)
 
     monkeypatch.setattr(module, "rollout", watched_rollout)
     monkeypatch.setattr(module, "compute_rewards", crafted_rewards)
@@ -57,23 +57,20 @@ def watch_samples(monkeypatch, name, formula, beta):
 
 
 SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_per_rollout=2, eval_data=None,
-             eval_size=0)
+             eval_size=0, beta=0.3, steps=2)
 
 
-@pytest.mark.parametrize("beta", [0.3, pytest.param(0.0, marks=SLOW)])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_loss_of_samples(monkeypatch, name, beta):
-    losses, _ = watch_samples(monkeypatch, name, FORMULAS[name], beta)
-    steps = 2 if beta else 1
-    history, _ = run(name, model=model_with_many_ends(), steps=steps, beta=beta, **SIZES)
-    assert len(losses) == steps * (8 if name == "mini_batches" else 2)
-    assert max(norm for _, norm in losses) > 1e-3 or (name, beta) == ("online_dpo", 0.0)
-    if beta and name not in ("online_dpo", "gspo"):
+def test_loss_of_samples(monkeypatch, name):
+    losses, _ = watch_samples(monkeypatch, name, FORMULAS[name])
+    history, _ = run(name, model=model_with_many_ends(), **SIZES)
+    assert len(losses) == (16 if name == "mini_batches" else 4) and max(norm for _, norm in losses) > 1e-3
+    if name not in ("online_dpo", "gspo"):
         assert max(values["clip_ratio"] for values in history[1:]) > 0
 
 
 def test_value_baseline(monkeypatch):
-    losses, known = watch_samples(monkeypatch, "value_baseline", ppo, 0.3)
+    losses, known = watch_samples(monkeypatch, "value_baseline", ppo)
 
     def slow_critic(critic, samples, returns, args):
         total = 0
@@ -87,13 +84,8 @@ def test_value_baseline(monkeypatch):
         return None if returns is None else total / tokens_of(known[prompt] for prompt, _ in samples.groups)
 
     critic_losses = watch(monkeypatch, "value_baseline", slow_critic, "run_critic")
-    run("value_baseline", model=model_with_many_ends(), beta=0.3, steps=2, **SIZES)
+    run("value_baseline", model=model_with_many_ends(), **SIZES)
     assert len(losses) == len(critic_losses) == 4 and critic_losses[1] < critic_losses[0]  # of the same samples
-
-
-def test_value_baseline_needs_one_sample_per_prompt():
-    history, _ = run("value_baseline", k=1, steps=1)
-    assert history[1]["loss/critic"] > 0
 
 
 def test_critic_begins_at_0():
@@ -111,12 +103,13 @@ def test_value_baseline_learns_the_demo(tmp_path):
 
 
 def test_critic_decays_matrices_only_and_has_its_own_rate(monkeypatch):
-    """The gradients are 0, so that weight decay alone moves the weights."""
+    """The gradients are 0, so that weight decay alone moves the weights. One sample per prompt is enough."""
     module, critics = changed("value_baseline"), []
     load_critic, backward = module.load_critic, torch.Tensor.backward
     monkeypatch.setattr(module, "load_critic", lambda *inputs: critics.append(load_critic(*inputs)) or critics[0])
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: backward(0 * loss))
-    run("value_baseline", steps=1, lr=1e-3, weight_decay=0.5, critic_lr=4.0, schedule="constant")
+    history, _ = run("value_baseline", k=1, steps=1, lr=1e-3, weight_decay=0.5, critic_lr=4.0, schedule="constant")
+    assert history[1]["loss/critic"] > 0
 
     torch.manual_seed(0)
     before = dict(load_critic("cpu", arguments("rloo", dtype="float32")).named_parameters())
@@ -124,23 +117,6 @@ def test_critic_decays_matrices_only_and_has_its_own_rate(monkeypatch):
         if not name.startswith("score"):  # a new head
             factor = 1 - 4 * 1e-3 * 0.5 if weight.dim() > 1 else 1.0
             assert torch.allclose(weight, before[name] * factor, atol=1e-7)
-
-
-@pytest.mark.parametrize("name", ["dapo", "cispo"])
-def test_sample_without_a_reward_changes_nothing(name):
-    """One that was cut off is left out of the mean over tokens, too."""
-    module, args = changed(name), arguments("rloo", dtype="float32")
-    lengths, results = (2, 3, 7), []
-    for k in (2, 3):
-        policy = load(trains=True)
-        mask = torch.arange(7) < tensor(lengths[:k])[:, None]
-        groups = [((5, 6), [tuple(range(8, 8 + n)) for n in lengths[:k]])]
-        samples = module.Samples(groups, None, mask[None], None, None, None)
-        _, values = module.run_batch(policy, samples, tensor([[1.0, 0.5, nan][:k]]), torch.zeros(1, k, 7), None, args)
-        results.append((values["loss"], gradient(policy)))
-    (loss, grad), (other_loss, other_grad) = results
-    assert loss == pytest.approx(other_loss, abs=1e-6) and grad.norm() > 1e-3
-    assert (grad - other_grad).norm() < 1e-5 * grad.norm()
 
 
 # --- vLLM: a module that stands for it, which draws from the weights it was sent
@@ -201,23 +177,19 @@ def gaps_of(history):
     return [line["sampling/sampling_logp_difference/max"] for line in history[1:]]
 
 
-@pytest.mark.parametrize("flags", [{}, pytest.param(dict(lora_r=4), marks=needs_peft), dict(temperature=0.7),
-                                   dict(dtype="bfloat16"), dict(model="many ends")], ids=str)
-def test_vllm_samples_from_the_new_weights(fake_vllm, flags):
+@pytest.mark.parametrize("name, flags", [
+    ("many ends", dict(temperature=0.7)), pytest.param("adapter with a whole head", {}, marks=needs_peft),
+    pytest.param("tiny", dict(dtype="bfloat16"), marks=SLOW)])
+def test_vllm_samples_from_the_new_weights(fake_vllm, name, flags):
     """The learning rate is so high that samples of older weights would have other log-probs."""
-    if "model" in flags:
-        flags = dict(model=model_with_many_ends())
-    history, _ = run("vllm_rollouts", **{"lr": 3e-2, "steps": 3} | flags)
+    model = model_with_many_ends() if name == "many ends" else tiny()
+    if "adapter" in name:
+        model = adapt(name, modules_to_save=["lm_head"])
+    history, _ = run("vllm_rollouts", model=model, lr=3e-2, **flags)
     assert max(gaps_of(history)) < (0.1 if "dtype" in flags else 1e-4) and history[1]["kl"] != history[3]["kl"]
     assert len(LLM.engines) == 1
     steps = 6  # check_sampler, an evaluation before, three steps, an evaluation after
     assert LLM.engines[0].calls == steps * ["reload_weights", "reset_prefix_cache", "generate"] + ["shutdown"]
-
-
-@needs_peft
-def test_vllm_gets_merged_weights_of_an_adapter_that_replaces_layers(fake_vllm):
-    folder = adapt("whole head", modules_to_save=["lm_head"])
-    assert max(gaps_of(run("vllm_rollouts", model=folder, lr=3e-2)[0])) < 1e-4
 
 
 def test_vllm_samples_are_a_function_of_seed_step_and_place(fake_vllm):
@@ -239,10 +211,8 @@ def test_vllm_with_stale_weights_is_refused(fake_vllm, monkeypatch):
 
 
 def test_vllm_memory_0_samples_as_rloo_does(fake_vllm):
-    history = run("vllm_rollouts", vllm_memory=0.0)[0]
-    expected = rloo.main(arguments("rloo"))
-    assert [line["reward"] for line in history[1:]] == [line["reward"] for line in expected[1:]]
-    assert not LLM.engines
+    history, _ = run("vllm_rollouts", vllm_memory=0.0)
+    assert without_speed(history) == done("rloo", ()).history and not LLM.engines
 
 
 @SLOW
