@@ -86,28 +86,24 @@ def plain(w, l, ref_w, ref_l, *_):
     return dpo_loss(margin(w, l, ref_w, ref_l))
 
 
-def logps_of(model, rows, trains=True):
+def logps_of(model, rows):
     """(w, l) of every pair."""
-    with torch.set_grad_enabled(trains):
-        both = iter(logps(model, [(row.prompt, y) for row in rows for y in (row.chosen, row.rejected)]))
+    both = iter(logps(model, [(row.prompt, y) for row in rows for y in (row.chosen, row.rejected)]))
     return list(zip(both, both))
 
 
 def of_pairs(formula, reference):
     """The mean over pairs."""
     def slow_loss(policy, rows, *_):
-        pairs = zip(logps_of(policy, rows), logps_of(reference, rows, False), rows)
+        pairs = zip(logps_of(policy, rows), logps_of(reference, rows), rows)
         return sum(formula(*mine, *theirs, row, policy) for mine, theirs, row in pairs) / len(rows)
     return slow_loss
 
 
 def aot(loss, reference):
     def slow_loss(policy, rows, *_):
-        sums, refs = ([[y.sum() for y in pair] for pair in logps_of(model, rows, model is policy)]
-                      for model in (policy, reference))
-        if loss == "aot":
-            better, worse = [w - l for w, l in sums], [w - l for w, l in refs]
-        else:
-            better, worse = ([pair[i] - ref[i] for pair, ref in zip(sums, refs)] for i in (0, 1))
-        return sum(dpo_loss(0.3 * (u - v)) for u, v in zip(sorted(better), sorted(worse))) / len(rows)
+        (w, l), (ref_w, ref_l) = (torch.stack([y.sum() for pair in logps_of(model, rows) for y in pair]).view(-1, 2).T
+                                  for model in (policy, reference))
+        better, worse = (w - l, ref_w - ref_l) if loss == "aot" else (w - ref_w, l - ref_l)
+        return dpo_loss(0.3 * (better.sort().values - worse.sort().values)).mean()
     return slow_loss

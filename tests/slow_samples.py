@@ -5,6 +5,7 @@ from statistics import mean, pstdev, stdev
 
 import torch
 from slow_losses import dpo_loss, ratio
+from torch import tensor
 
 
 def clipped(r, advantage, low=0.2, high=0.2):
@@ -41,9 +42,9 @@ def grpo(batch):
     loss = 0
     for prompt in batch:
         for y, advantage in zip(prompt, with_std([y.reward for y in prompt])):
-            for a, b, c in zip(y.logp, y.old, y.ref):
-                k3 = 0 if isnan(y.reward) else torch.exp(c - a) - (c - a) - 1
-                loss = loss - (clipped(torch.exp(a - b), advantage) - 0.3 * k3) / len(y.logp)
+            k3 = torch.exp(y.ref - y.logp) - (y.ref - y.logp) - 1
+            penalty = 0 if isnan(y.reward) else 0.3 * k3
+            loss = loss - (clipped(torch.exp(y.logp - y.old), advantage) - penalty).mean()
     return loss / sum(map(len, batch))
 
 
@@ -53,7 +54,7 @@ def over_tokens(gain):
         total = 0
         for prompt in batch:
             for y, advantage in zip(prompt, with_std([y.reward for y in prompt])):
-                total = total - sum(gain(a, torch.exp(a - b), advantage) for a, b in zip(y.logp, y.old))
+                total = total - gain(y.logp, torch.exp(y.logp - y.old), advantage).sum()
         return total / tokens_of(batch)
     return loss
 
@@ -108,8 +109,8 @@ def ppo(batch):
     known = [advantage for y in scored(batch) for advantage in y.advantages]
     loss = 0
     for y in scored(batch):
-        for a, b, advantage in zip(y.logp, y.old, y.advantages):
-            loss = loss - clipped(torch.exp(a - b), (advantage - mean(known)) / stdev(known))
+        whitened = (tensor(y.advantages) - mean(known)) / stdev(known)
+        loss = loss - clipped(torch.exp(y.logp - y.old), whitened).sum()
     return loss / tokens_of(batch)
 
 

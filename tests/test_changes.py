@@ -189,25 +189,22 @@ def test_load_in_4bit_needs_an_adapter_and_one_process(monkeypatch, processes, f
 
 
 def test_load_in_4bit_equals_the_dequantized_model():
-    bitsandbytes, peft = map(pytest.importorskip, ("bitsandbytes", "peft"))
-    history, args = run("load_in_4bit", lora_r=4, lr=2e-2, dtype="float32")
-    assert history[1]["logratio"] == pytest.approx(0, abs=1e-6)
+    bitsandbytes, _ = map(pytest.importorskip, ("bitsandbytes", "peft"))
+    _, args = run("load_in_4bit", lora_r=4, lr=2e-2, dtype="float32")
     assert b" in NF4" in Path(args.out, "reference_logprobs.pkl").read_bytes()
-
     policy = changed("load_in_4bit").load_model(f"{args.out}/model", "cpu", args, trains=True)
-    other = peft.PeftModel.from_pretrained(load(), f"{args.out}/model", is_trainable=True).eval()
-    for layer, linear in zip(policy.modules(), other.modules(), strict=True):
-        if isinstance(layer, bitsandbytes.nn.Linear4bit):
-            weight = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
-            assert not torch.equal(weight, linear.weight)
-            linear.weight.data = weight
-
     logps, grads = values_and_gradients(completion_logprobs, policy, GROUPS)
-    other_logps, other_grads = values_and_gradients(completion_logprobs, other, GROUPS)
-    assert (logps - other_logps).abs().max() < 1e-4
-    assert (grads - other_grads).norm() < 1e-4 * other_grads.norm()
     with policy.disable_adapter():
         assert (logps - flat(completion_logprobs(policy, GROUPS))).abs().max() > 1e-2
+
+    for name, layer in list(policy.named_modules()):
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            linear = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+            linear.weight.data = bitsandbytes.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+            policy.set_submodule(name, linear.requires_grad_(False))
+    other_logps, other_grads = values_and_gradients(completion_logprobs, policy, GROUPS)
+    assert (logps - other_logps).abs().max() < 1e-4
+    assert (grads - other_grads).norm() < 1e-4 * other_grads.norm()
 
 
 # --- Single answers

@@ -191,14 +191,6 @@ def test_real_vllm(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     for _ in range(2):  # a second run in the same process loads it again
-        history, args = run("vllm_rollouts", model=f"{ROOT}/demo/model", lr=1e-3, steps=3, max_new_tokens=32)
+        history, _ = run("vllm_rollouts", model=f"{ROOT}/demo/model", lr=1e-3, steps=3, max_new_tokens=32)
         assert max(gaps_of(history)) < 1e-4 and history[3]["kl"] > 1e-3
-
-    module, samples = changed("vllm_rollouts"), []
-    tokenizer = module.load_tokenizer(args.model)
-    policy = module.load_model(f"{args.out}/model", "cpu", args, trains=True)
-    prompts = [row.prompt for row in module.load_rows(args.data, tokenizer, args)]
-    for args.vllm_memory, args.temperature in ((0.0, 1e-4), (0.3, 0.0)):  # both are greedy
-        samples.append(module.rollout(policy, tokenizer, prompts, 1, 1, args).groups)
-    module.close_engine(args)
-    assert samples[0] == samples[1]
+        assert history[3]["completions/clipped_ratio"] < 1

@@ -18,16 +18,17 @@ PAGE = (ROOT / "docs/recipes.md").read_text()
 RECIPES = [text.replace("\\\n", "") for text in re.findall("```bash\n(.*?)```", PAGE, flags=re.S)]
 COLUMNS = dict(re.findall(r"^\| `([\w/.-]+)`[^|]* \| ([^|]*) \|", PAGE, flags=re.M))
 
-# The architecture, and what the template writes before a role, after it, and after the words.
-LLAMA_3 = "llama", "<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>"
+# The architecture, and what the template writes before words of ROLE, and after them.
+CHATML = "<|im_start|>ROLE\n", "<|im_end|>\n"
+LLAMA_3 = "<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>"
 MODELS = {
-    "alignment-handbook/zephyr-7b-sft-full": ("mistral", "<|", "|>\n", "</s>\n"),
-    "allenai/Llama-3.1-Tulu-3-8B-SFT": ("llama", "<|", "|>\n", "\n"),
-    "allenai/Olmo-3-7B-Instruct-SFT": ("olmo3", "<|im_start|>", "\n", "<|im_end|>\n"),
-    "meta-llama/Meta-Llama-3-8B-Instruct": LLAMA_3,
-    "smollm3-sft": ("smollm3", "<|im_start|>", "\n", "<|im_end|>\n"),
-    "llama3-8b_sft/FINAL": LLAMA_3,
-    "trl-lib/pythia-1b-deduped-tldr-sft": ("gpt_neox", "", "", ""),
+    "alignment-handbook/zephyr-7b-sft-full": ("mistral", "<|ROLE|>\n", "</s>\n"),
+    "allenai/Llama-3.1-Tulu-3-8B-SFT": ("llama", "<|ROLE|>\n", "\n"),
+    "allenai/Olmo-3-7B-Instruct-SFT": ("olmo3", *CHATML),
+    "meta-llama/Meta-Llama-3-8B-Instruct": ("llama", *LLAMA_3),
+    "smollm3-sft": ("smollm3", *CHATML),
+    "llama3-8b_sft/FINAL": ("llama", *LLAMA_3),
+    "trl-lib/pythia-1b-deduped-tldr-sft": ("gpt_neox", "", ""),
 }
 NO_THOUGHT = "{% if enable_thinking is false %}<think>\n\n</think>\n{% endif %}"  # SmolLM3, before an answer
 QUICK = re.compile("out/(tulu3|smollm3|kto-llama3|rloo-tldr)$")
@@ -45,15 +46,16 @@ def load_dataset(name, config=None, split="train"):
 
 
 def checkpoint(name):
-    kind, before, after, end = MODELS[name]
+    kind, begin, end = MODELS[name]
     folder = f"{FOLDER.name}/{name}"
     window = 8 if kind in ("mistral", "olmo3") else None
     build(kind, TINY | dict(sliding_window=window)).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
 
-    words = "{{ m.role }}" + after + "{% if m.role == 'assistant' %}" + NO_THOUGHT + "{% endif %}{{ m.content }}"
-    answer = "{% if add_generation_prompt %}" + f"{before}assistant{after}{NO_THOUGHT}" + "{% endif %}"
-    template = "{% for m in messages %}" + before + words + end + "{% endfor %}" + answer
+    thought = "{% if m.role == 'assistant' %}" + NO_THOUGHT + "{% endif %}"
+    words = begin.replace("ROLE", "{{ m.role }}") + thought + "{{ m.content }}" + end
+    answer = begin.replace("ROLE", "assistant") + NO_THOUGHT
+    template = "{% for m in messages %}" + words + "{% endfor %}{% if add_generation_prompt %}" + answer + "{% endif %}"
     Path(folder, "chat_template.jinja").write_text(template)
     return folder
 
@@ -76,7 +78,7 @@ def test_recipe_runs_with_its_own_flags(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     monkeypatch.chdir(tmp_path)
     script, args = script_and_flags(recipe)
-    kind, before, after, end = MODELS[args.model]
+    kind, begin, end = MODELS[args.model]
     args.model, args.steps, args.batch_size, args.max_new_tokens = checkpoint(args.model), 2, 4, 3
 
     if "rloo.py" in recipe:
@@ -91,5 +93,5 @@ def test_recipe_runs_with_its_own_flags(recipe, tmp_path, monkeypatch):
         assert first["loss"] == pytest.approx(FIRST_LOSS[loss], abs=1e-4)
 
     prompt = re.sub(r"\d+", "0", read(f"{args.out}/samples.jsonl")[0]["prompt"])
-    whole = f"{before}user{after}Name 0 soups.{end}{before}assistant{after}" if before else "Name 0 soups."
+    whole = begin.replace("ROLE", "user") + "Name 0 soups." + end + begin.replace("ROLE", "assistant")
     assert prompt == whole + "<think>\n\n</think>\n" * (kind == "smollm3")
