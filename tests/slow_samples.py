@@ -71,13 +71,12 @@ def over_samples(advantages_of, ratio_of=lambda y: torch.exp(sum(y.logp - y.old)
 
 
 def max_rl_advantages(prompt):
+    """Reward over mean, minus 1; 0 if all rewards are 0."""
+    known = [y.reward for y in scored([prompt])]
+    total = sum(known) or 1.0
+    over_mean = centered([y.reward * len(known) / total for y in prompt])
     centered_penalties = leave_one_out([y.reward * 0 - penalty for y, penalty in zip(prompt, penalties(prompt))])
-    rewards = [0.0 if isnan(y.reward) else y.reward for y in prompt]
-    if not sum(rewards):
-        return centered_penalties
-    known = len(scored([prompt]))
-    return [0 if isnan(y.reward) else y.reward * known / sum(rewards) - 1 + penalty
-            for y, penalty in zip(prompt, centered_penalties)]
+    return [advantage + penalty for advantage, penalty in zip(over_mean, centered_penalties)]
 
 
 def rloo_advantages(prompt):
