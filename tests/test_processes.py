@@ -266,7 +266,8 @@ def run_its_own(main, *args_of_ranks):
     return main(args_of_ranks[int(os.environ["RANK"])])
 
 
-@pytest.mark.parametrize("differs", ["lr", "model", "reward", "out"])
+@pytest.mark.parametrize("differs", ["model", "out", *(
+    pytest.param(flag, marks=pytest.mark.slow) for flag in ("lr", "reward"))])
 def test_processes_of_different_runs_are_refused(differs, tmp_path):
     """As with another file on the disk of a second computer: what they train would be nothing of both."""
     args = flags_of("rloo")[1]
