@@ -17,12 +17,12 @@ Data: rows `prompt, chosen, rejected`, or `chosen, rejected` with a common begin
 Shapes: B pairs in a batch; (B,) is one value per pair. w is the chosen answer y_w, l the rejected one, y_l.
 
 Metrics: loss | rewards/chosen, rewards/rejected: β (log π − log π_ref) of an answer (simpo alone: per token) |
-rewards/margins: their difference | rewards/accuracies: fraction of pairs where it is > 0, ties count 1/2 |
-logps/*: log π(y|x) | logratio: |log π − log π_ref| of y_w per token | nll/chosen: −log π of y_w per token |
-grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak |
-eval_*: of held-out pairs | eval_score: mean of --score | samples/distinct: how many of the sampled answers differ.
+rewards/margins: their difference | rewards/accuracies: fraction of pairs where it is > 0, ties count 1/2 | logps/*:
+log π(y|x) | logratio: |log π(y_w|x) − log π_ref(y_w|x)| / |y_w| | nll/chosen: −log π of y_w per token | grad_norm:
+before clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of held-out pairs |
+eval_score: mean of --score | samples/distinct: how many of the sampled answers differ.
 
-Not here: tensor or pipeline parallelism, images, sequences that are truncated instead of dropped.
+Not here: tensor or pipeline parallelism, images, rows that are truncated instead of dropped.
 """
 import asyncio
 import csv
@@ -141,8 +141,8 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
-    whole_prompt: tuple[int, ...]  # ids of the prompt alone: an answer may share its last token
-    columns: dict  # the row of the file, for --score
+    whole_prompt: tuple[int, ...]  # the prompt tokenized alone; longer than `prompt` if a token spans its end
+    columns: dict  # the row of the file, for --score; else empty
 
 
 class Batch(NamedTuple):
@@ -157,7 +157,7 @@ class Batch(NamedTuple):
 
 def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, *, beta=0.1, label_smoothing=0.0,
                     simpo_gamma=0.5) -> torch.Tensor:
-    """The loss of every pair, (B,), float32, of the tensors of a Batch:
+    """The loss of every pair, (B,), in float32. The tensors are the fields of a Batch, in their order:
     preference_loss("ipo", logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, beta=0.1).mean()"""
     eps = label_smoothing
     log_sigma = F.logsigmoid
@@ -227,21 +227,21 @@ def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
 
 
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
-    """Mean metrics of a batch, in micro-batches that the processes divide. With `train`, adds the loss's gradient."""
+    """Mean metrics of a batch, whose micro-batches the processes divide. With `train`, adds the loss's gradient."""
     totals = Counter()
     for indices, is_real in micro_batches(policy, groups(rows), args.tokens_per_forward):
         micro = [rows[i] for i in indices]
-        share = is_real / len(rows)  # an empty micro-batch counts 0 times, see micro_batches
+        scale = is_real / len(rows)  # an empty micro-batch counts 0 times, see micro_batches
         with torch.set_grad_enabled(train):
             batch = measure(policy, micro, ref_logps, args)
             losses = weighted_loss(batch, args)
-            loss = losses.sum() * share  # the parts of all micro-batches add up to the mean over the batch
+            loss = losses.sum() * scale  # the parts of all micro-batches add up to the mean over the batch
         if train:
             loss.backward()
 
         values = {"loss": losses} | metrics(batch, args)
         for name, value in values.items():
-            totals[name] += value.detach().sum() * share
+            totals[name] += value.detach().sum() * scale
 
     means = all_reduce(torch.stack(list(totals.values())))
     return dict(zip(totals, means.tolist()))
@@ -287,15 +287,15 @@ def train(args: Args, out: Path) -> list[dict]:
     if args.ref == "cache":
         reference = ReferenceCache(name=args.ref_model, reference=run["ref_model's weights"], dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
-        rows = train_rows
+        used = train_rows
         if 0 < steps * batch_size < len(train_rows):  # the run needs fewer
-            rows = batch_rows(1, train_rows, batch_size, args.seed, n_steps=steps)
-        reference.fill(lambda: load_model(args.ref_model, device, args), groups(rows + eval_rows),
+            used = batch_rows(1, train_rows, batch_size, args.seed, n_steps=steps)
+        reference.fill(lambda: load_model(args.ref_model, device, args), groups(used + eval_rows),
                        args.tokens_per_forward, path)  # frees the reference model
     if steps < 1:
         return []
 
-    torch.manual_seed(args.seed)  # for a new adapter
+    torch.manual_seed(args.seed)  # for a new adapter, and for the samples of step 0
     policy = load_model(args.model, device, args, trains=True)
     if args.ref in ("swap", "live"):
         reference = load_reference(policy, device, args)
@@ -363,20 +363,20 @@ def train(args: Args, out: Path) -> list[dict]:
 def resolve(args: Args) -> Args:
     """Checks the flags, and fills in those that depend on others."""
     args = complete_flags(args)
-    if not set(args.loss) <= set(get_args(Loss)) or len(args.loss_weights) not in (0, len(args.loss)):
+    if not set() < set(args.loss) <= set(get_args(Loss)) or len(args.loss_weights) not in (0, len(args.loss)):
         raise BadInput(f"--loss: choose from {', '.join(get_args(Loss))}; one of --loss_weights for each")
     if args.label_smoothing and not (0 < args.label_smoothing < 0.5 and "sigmoid" in args.loss):
-        raise BadInput("--label_smoothing is below 0.5, and for sigmoid")
+        raise BadInput("--label_smoothing must be below 0.5, for sigmoid")
     if set(args.loss) <= NO_REFERENCE:
-        args = replace(args, ref="none")
+        args = replace(args, ref="none", sync_reference=None)
     return args
 
 
 # ---- Answers and results: the same in dpo.py and kto.py --------------
 
 def write_samples(policy, tokenizer, rows: list, score, step: int, out: Path, args) -> dict[str, float]:
-    """Answers held-out prompts into samples.jsonl, and prints three answers beside those before training. Returns the
-    mean of --score, and how many answers differ."""
+    """Writes answers to held-out prompts to samples.jsonl, and prints three of them beside those before training.
+    Returns the mean of --score, and how many answers differ."""
     longest = context_length(policy.config) - args.max_new_tokens
     one_per_prompt = {row.whole_prompt: row for row in rows if len(row.prompt) <= longest}
     rows = list(one_per_prompt.values())[:args.samples]
@@ -419,7 +419,7 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
     ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(policy.device)
 
     own_config = core.generation_config
-    core.generation_config = GenerationConfig()  # generate() would take its repetition_penalty, min_p, ..
+    core.generation_config = GenerationConfig()  # else generate() would apply a repetition_penalty, min_p, ..
     with unsharded(policy):
         sampled = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0)
@@ -428,7 +428,7 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
 
 
 def describe_run(train_rows: list, eval_rows: list, args) -> dict:
-    """What a resumed run must have in common with its checkpoint. `code` may change, which is told."""
+    """The flags, data, models and code of a run. A resumed run must have the same, except for MAY_CHANGE."""
     run = vars(args) | {"rows": digest_of(train_rows), "held-out rows": digest_of(eval_rows)}
     run |= describe_files({"model": args.model, "ref_model": args.ref_model}, [args.score] if args.score else [])
     return json.loads(json.dumps(run))  # tuples become lists
@@ -506,7 +506,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
     counts = Counter(rows=0)
     kinds = set()
     n_kept = 0
-    ints = {}  # one object for equal ids: 8 bytes per token instead of 40
+    ints = {}  # one object for equal ids: 8 bytes per token instead of 36
     for number, row in enumerate(progress_bar(file_rows, desc="tokenize"), 1):
         if isinstance(row, str) and not row.strip():
             continue  # an empty line
@@ -545,9 +545,9 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
             yield prompt_ids, sequences, begins, columns | {"prompt": prompt}
 
     found = f"{source}: {n_kept} of " + "; ".join(f"{count} {note}" for note, count in counts.items())
-    print(found)
     if n_kept < max(1, counts["rows"] / 2):
         raise BadInput(f"{found}: too few rows")
+    print(found)
     if kinds.pop()[0] is str and tokenizer.chat_template:
         print(f"{source}: strings are trained without the chat template; demo/prepare_chat.py makes messages")
 
@@ -672,7 +672,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
     if process_count() > 1 or (trains and args.dtype == "bfloat16"):
         shard(model, device, args.dtype)
-    model.eval().to(device)
+    model.eval().to(device)  # without dropout
     if trains_all:
         model.float()  # after shard: no process holds the whole model in float32
     enable_shared_prompts(model)
@@ -681,7 +681,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
     if trains and device == "cuda":
         memory = step_memory(model, args.tokens_per_forward)
         print(memory)
-        is_large = memory.share > 0.85
+        is_large = memory.used > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():
@@ -714,7 +714,7 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
         if trains and name.endswith(tuple(config.modules_to_save or ())):
-            module.float()  # peft loads into a copy of it: must be float32
+            module.float()  # peft loads the trained weights into a copy of it, which must be float32
     warnings.filterwarnings("error", "Found missing adapter keys")
     return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
                                           autocast_adapter_dtype=trains)  # float32 weights train
@@ -737,9 +737,9 @@ def load_function(spec: str) -> Callable:
     return function
 
 
-def call_function(spec: str, function: Callable, n: int, **columns) -> list[float]:
+def call_function(spec: str, function: Callable, n: int, /, **columns) -> list[float]:
     """What a user's reward or score returns for n completions: a number each, NaN for None. A coroutine is awaited.
-    What the function itself raises keeps its traceback."""
+    What the function itself raises keeps its traceback. A column may be called `n`, because of the slash."""
     try:
         inspect.signature(function).bind(**columns)
     except TypeError as error:
@@ -803,7 +803,7 @@ def complete_flags(args, new_tokens: int = 0):
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """A function of its arguments: a resumed run needs no saved state."""
+    """A random generator that depends on these arguments only, so a resumed run needs no saved state."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
@@ -879,7 +879,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
     for weight in state.values():
         weight.grad = torch.zeros_like(weight)
-    optimizer.step()
+    optimizer.step()  # changes no weight: the optimizer was made with lr 0
     optimizer.zero_grad()
 
     for name, weight in list(state.items()):
@@ -899,7 +899,7 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     folder = out / f"resume-{step}"
     shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
-    # 64 tensors per file: the writer holds a whole file in memory
+    # 64 tensors per file, because the writer holds a whole file in memory. A moving reference goes into file 0.
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if is_first_process():
@@ -918,7 +918,7 @@ def remove_checkpoints(out: Path, but: int | None = None):
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0. Refuses a checkpoint of another
-    run or with damaged files, files of somebody else, and processes that would train different runs."""
+    run, missing or shortened files, a folder of another program, and processes that would train different runs."""
     step = max(checkpoint_steps(out), default=0)
     mine = [run, str(out), step]
     if any(theirs != mine for theirs in all_gather(mine)):
@@ -948,9 +948,8 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
             os.truncate(out / name, saved["sizes"][name])
         if run["wandb"]:
             import wandb
-            run_id = digest_of([out.resolve()])  # a resumed run goes on in the same one
-            wandb.init(name=out.name, id=run_id, resume="allow" if step else None, config=run,
-                       reinit="finish_previous")
+            run["wandb id"] = wandb.init(  # a resumed run goes on in the same one
+                name=out.name, id=saved["run"].get("wandb id"), resume="allow", config=run, reinit="finish_previous").id
     return step
 
 
@@ -985,7 +984,7 @@ def save_model(model, tokenizer, folder: Path, args):
         return
 
     hidden = folder.with_name(f".{folder.name}")
-    shutil.rmtree(hidden, ignore_errors=True)  # a killed save has left it
+    shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     dtype = args.dtype if args.save_dtype == "auto" else "float32"
     cast = {}  # tied weights stay one tensor
     for weight in state.values():
@@ -994,7 +993,7 @@ def save_model(model, tokenizer, folder: Path, args):
     model.save_pretrained(hidden, state_dict={name: cast[weight.data_ptr()] for name, weight in state.items()})
     tokenizer.save_pretrained(hidden)
     config = hidden / "config.json"
-    if config.exists():  # an adapter has none. It names the dtype of the weights that train
+    if config.exists():  # an adapter has none. The config names the dtype of training, not that of the saved weights
         config.write_text(config.read_text().replace('"dtype": "float32"', f'"dtype": "{dtype}"'))
     os.replace(hidden, folder)
 

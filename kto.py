@@ -24,7 +24,7 @@ logps/*: log π(y|x) | logratio: |ρ| per token | nll/chosen: −log π(y|x) per
 grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak |
 eval_*: of held-out rows | eval_score: mean of --score | samples/distinct: how many of the sampled answers differ.
 
-Not here: tensor or pipeline parallelism, images, sequences that are truncated instead of dropped.
+Not here: tensor or pipeline parallelism, images, rows that are truncated instead of dropped.
 """
 import asyncio
 import csv
@@ -220,7 +220,7 @@ def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
 
 
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
-    """Mean metrics of a batch, in micro-batches that the processes divide. With `train`, adds the loss's gradient."""
+    """Mean metrics of a batch, whose micro-batches the processes divide. With `train`, adds the loss's gradient."""
     z = estimate_kl(policy, rows, ref_logps, args)
     sums, numbers = Counter(), Counter()
     for indices, is_real in micro_batches(policy, groups(rows), args.tokens_per_forward):
@@ -296,7 +296,7 @@ def train(args: Args, out: Path) -> list[dict]:
     if steps < 1:
         return []
 
-    torch.manual_seed(args.seed)  # for a new adapter
+    torch.manual_seed(args.seed)  # for a new adapter, and for the samples of step 0
     policy = load_model(args.model, device, args, trains=True)
     if args.ref in ("swap", "live"):
         reference = load_reference(policy, device, args)
@@ -370,8 +370,8 @@ def resolve(args: Args) -> Args:
 # ---- Answers and results: the same in dpo.py and kto.py --------------
 
 def write_samples(policy, tokenizer, rows: list, score, step: int, out: Path, args) -> dict[str, float]:
-    """Answers held-out prompts into samples.jsonl, and prints three answers beside those before training. Returns the
-    mean of --score, and how many answers differ."""
+    """Writes answers to held-out prompts to samples.jsonl, and prints three of them beside those before training.
+    Returns the mean of --score, and how many answers differ."""
     longest = context_length(policy.config) - args.max_new_tokens
     one_per_prompt = {row.whole_prompt: row for row in rows if len(row.prompt) <= longest}
     rows = list(one_per_prompt.values())[:args.samples]
@@ -414,7 +414,7 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
     ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(policy.device)
 
     own_config = core.generation_config
-    core.generation_config = GenerationConfig()  # generate() would take its repetition_penalty, min_p, ..
+    core.generation_config = GenerationConfig()  # else generate() would apply a repetition_penalty, min_p, ..
     with unsharded(policy):
         sampled = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
                                 max_new_tokens=args.max_new_tokens, eos_token_id=stops, pad_token_id=0)
@@ -423,7 +423,7 @@ def generate(policy, tokenizer, prompts: list[tuple], args) -> list[tuple]:
 
 
 def describe_run(train_rows: list, eval_rows: list, args) -> dict:
-    """What a resumed run must have in common with its checkpoint. `code` may change, which is told."""
+    """The flags, data, models and code of a run. A resumed run must have the same, except for MAY_CHANGE."""
     run = vars(args) | {"rows": digest_of(train_rows), "held-out rows": digest_of(eval_rows)}
     run |= describe_files({"model": args.model, "ref_model": args.ref_model}, [args.score] if args.score else [])
     return json.loads(json.dumps(run))  # tuples become lists
@@ -457,7 +457,7 @@ def is_desirable(columns: dict) -> bool:
 
 
 def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
-    """The rows with y', an answer of `sources` to another prompt, drawn once."""
+    """Gives each row a y', which is an answer of `sources` to another prompt. It is drawn once."""
     order = generator(args.seed, "others").permutation(len(sources)).tolist()
     drawn = []
     n_cut = 0
@@ -473,14 +473,14 @@ def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
 
 
 def print_balance(rows: list[Row], args: Args):
-    """Equation 8 asks for λ_D n_D / (λ_U n_U) between 1 and 4/3."""
+    """Prints how many rows are desirable, and a better λ_U unless λ_D n_D / (λ_U n_U) is in [1, 4/3] (equation 8)."""
     n_desirable = sum(row.is_desirable for row in rows)
     if n_desirable in (0, len(rows)):
         raise BadInput(f"{args.data}: all rows have the same label")
     print(f"{n_desirable} of {len(rows)} rows are desirable")
     balanced = args.desirable_weight * n_desirable / (len(rows) - n_desirable)  # the λ_U that makes it 1
-    if not 1 <= balanced / args.undesirable_weight <= 4 / 3:
-        print(f"--undesirable_weight {balanced / 1.17:.2g} would balance them")
+    if not 0.75 * balanced <= args.undesirable_weight <= balanced:  # the ratio is not between 1 and 4/3
+        print(f"--undesirable_weight {balanced / 1.17:.2g} would balance them")  # 1.17: the middle
 
 
 # ======================================================================
@@ -541,7 +541,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
     counts = Counter(rows=0)
     kinds = set()
     n_kept = 0
-    ints = {}  # one object for equal ids: 8 bytes per token instead of 40
+    ints = {}  # one object for equal ids: 8 bytes per token instead of 36
     for number, row in enumerate(progress_bar(file_rows, desc="tokenize"), 1):
         if isinstance(row, str) and not row.strip():
             continue  # an empty line
@@ -580,9 +580,9 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
             yield prompt_ids, sequences, begins, columns | {"prompt": prompt}
 
     found = f"{source}: {n_kept} of " + "; ".join(f"{count} {note}" for note, count in counts.items())
-    print(found)
     if n_kept < max(1, counts["rows"] / 2):
         raise BadInput(f"{found}: too few rows")
+    print(found)
     if kinds.pop()[0] is str and tokenizer.chat_template:
         print(f"{source}: strings are trained without the chat template; demo/prepare_chat.py makes messages")
 
@@ -707,7 +707,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
     if process_count() > 1 or (trains and args.dtype == "bfloat16"):
         shard(model, device, args.dtype)
-    model.eval().to(device)
+    model.eval().to(device)  # without dropout
     if trains_all:
         model.float()  # after shard: no process holds the whole model in float32
     enable_shared_prompts(model)
@@ -716,7 +716,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
     if trains and device == "cuda":
         memory = step_memory(model, args.tokens_per_forward)
         print(memory)
-        is_large = memory.share > 0.85
+        is_large = memory.used > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():
@@ -749,7 +749,7 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
         if trains and name.endswith(tuple(config.modules_to_save or ())):
-            module.float()  # peft loads into a copy of it: must be float32
+            module.float()  # peft loads the trained weights into a copy of it, which must be float32
     warnings.filterwarnings("error", "Found missing adapter keys")
     return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
                                           autocast_adapter_dtype=trains)  # float32 weights train
@@ -772,9 +772,9 @@ def load_function(spec: str) -> Callable:
     return function
 
 
-def call_function(spec: str, function: Callable, n: int, **columns) -> list[float]:
+def call_function(spec: str, function: Callable, n: int, /, **columns) -> list[float]:
     """What a user's reward or score returns for n completions: a number each, NaN for None. A coroutine is awaited.
-    What the function itself raises keeps its traceback."""
+    What the function itself raises keeps its traceback. A column may be called `n`, because of the slash."""
     try:
         inspect.signature(function).bind(**columns)
     except TypeError as error:
@@ -838,7 +838,7 @@ def complete_flags(args, new_tokens: int = 0):
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """A function of its arguments: a resumed run needs no saved state."""
+    """A random generator that depends on these arguments only, so a resumed run needs no saved state."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
@@ -914,7 +914,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
     for weight in state.values():
         weight.grad = torch.zeros_like(weight)
-    optimizer.step()
+    optimizer.step()  # changes no weight: the optimizer was made with lr 0
     optimizer.zero_grad()
 
     for name, weight in list(state.items()):
@@ -934,7 +934,7 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     folder = out / f"resume-{step}"
     shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
-    # 64 tensors per file: the writer holds a whole file in memory
+    # 64 tensors per file, because the writer holds a whole file in memory. A moving reference goes into file 0.
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if is_first_process():
@@ -953,7 +953,7 @@ def remove_checkpoints(out: Path, but: int | None = None):
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0. Refuses a checkpoint of another
-    run or with damaged files, files of somebody else, and processes that would train different runs."""
+    run, missing or shortened files, a folder of another program, and processes that would train different runs."""
     step = max(checkpoint_steps(out), default=0)
     mine = [run, str(out), step]
     if any(theirs != mine for theirs in all_gather(mine)):
@@ -983,9 +983,8 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
             os.truncate(out / name, saved["sizes"][name])
         if run["wandb"]:
             import wandb
-            run_id = digest_of([out.resolve()])  # a resumed run goes on in the same one
-            wandb.init(name=out.name, id=run_id, resume="allow" if step else None, config=run,
-                       reinit="finish_previous")
+            run["wandb id"] = wandb.init(  # a resumed run goes on in the same one
+                name=out.name, id=saved["run"].get("wandb id"), resume="allow", config=run, reinit="finish_previous").id
     return step
 
 
@@ -1020,7 +1019,7 @@ def save_model(model, tokenizer, folder: Path, args):
         return
 
     hidden = folder.with_name(f".{folder.name}")
-    shutil.rmtree(hidden, ignore_errors=True)  # a killed save has left it
+    shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     dtype = args.dtype if args.save_dtype == "auto" else "float32"
     cast = {}  # tied weights stay one tensor
     for weight in state.values():
@@ -1029,7 +1028,7 @@ def save_model(model, tokenizer, folder: Path, args):
     model.save_pretrained(hidden, state_dict={name: cast[weight.data_ptr()] for name, weight in state.items()})
     tokenizer.save_pretrained(hidden)
     config = hidden / "config.json"
-    if config.exists():  # an adapter has none. It names the dtype of the weights that train
+    if config.exists():  # an adapter has none. The config names the dtype of training, not that of the saved weights
         config.write_text(config.read_text().replace('"dtype": "float32"', f'"dtype": "{dtype}"'))
     os.replace(hidden, folder)
 

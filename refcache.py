@@ -73,7 +73,6 @@ class ReferenceCache(Mapping):
     def __init__(self, **header: str):
         self.header = {"format": "4", **header}
         self.table = {}  # prompt -> {completion: log-probs}, all as bytes of uint32, uint32 and float32
-        self.stamp = None  # of the file as this object wrote it
 
     def __len__(self):
         return sum(map(len, self.table.values()))
@@ -157,12 +156,11 @@ class ReferenceCache(Mapping):
                         began = time.monotonic()
                         self.save(path)  # the whole file: a large one less often than every minute
                         save_at = time.monotonic() + max(60, 10 * (time.monotonic() - began))
+            for theirs in all_gather(new):
+                self.add(theirs)
         finally:
-            if path:
-                self.save(path)  # each process saves its part: save() keeps what the others saved
-
-        for theirs in all_gather(new):
-            self.add(theirs)
+            if path:  # the last thing that changes the table: a resumed run will find the same numbers in the file
+                self.save(path)
 
     def add(self, entries):
         for prompt, scored in entries:
@@ -171,13 +169,12 @@ class ReferenceCache(Mapping):
     def save(self, path):
         """Writes the header (a JSON line) and the table (a pickle) atomically. Keeps what another job saved."""
         with lock(path):
-            if Path(path).exists() and os.stat(path) != self.stamp:  # another job has written it
+            if Path(path).exists():  # another job may have written it
                 self.load(path)
 
             table = pickle.dumps(self.table, protocol=4)
             header = json.dumps(self.header | {"sha256": hashlib.sha256(table).hexdigest()}) + "\n"
             write_whole(path, [header.encode(), table])
-            self.stamp = os.stat(path)
 
     def load(self, path):
         """Adds the entries of a file, and executes no code in it. Raises BadInput if it is damaged or has another
@@ -246,8 +243,8 @@ def bytes_of(ids) -> bytes:
 
 
 def to_cpu(logprobs):
-    """All log-probs, (N,), and an event, or None: a GPU has copied them when it happens, so that nobody waits for its
-    later work."""
+    """Copies all log-probs, (N,), to the CPU. Also returns a CUDA event that marks the end of the copy (None on a CPU):
+    who waits for it does not wait for kernels that were launched later."""
     flat = torch.cat(list(chain(*logprobs)))
     on_cpu = flat.to("cpu", non_blocking=True)  # one transfer, to pinned memory
     return on_cpu, torch.cuda.current_stream().record_event() if flat.is_cuda else None
@@ -529,9 +526,10 @@ def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp=N
 
 
 def check_agreement(difference: float, dtype: str):
-    """Checks the mean of |log π − log π_ref| over tokens, before the first update: it is 0 up to rounding."""
+    """Checks that policy and reference agree before the first update, up to rounding. `difference` is the mean over
+    answers of |log π(y|x) − log π_ref(y|x)| / |y|."""
     found = f"before the first update policy and reference differ by {difference:.1e} nats per token"
-    limit, advice = 1e-4, "delete the cache, if it is another model's"
+    limit, advice = 1e-4, "delete the cache, if there is one"
     if dtype == "bfloat16":  # in several processes other batches round differently
         limit, advice = 1e-2 if process_count() == 1 else 3e-2, "they round differently in bfloat16, float32 is exact"
     if not difference < limit:
@@ -647,7 +645,7 @@ def process_group():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if "RANK" in os.environ and not was_there:
-        dist.init_process_group(device_id=device)
+        dist.init_process_group(device and "cpu:gloo,cuda:nccl", device_id=device)  # a Swap is on the CPU
     yield
     if dist.is_initialized() and not was_there:  # not after an error, when other processes may hang
         dist.destroy_process_group()
@@ -828,7 +826,7 @@ class StepMemory(NamedTuple):
     gpu: float  # the whole GPU
 
     @property
-    def share(self) -> float:
+    def used(self) -> float:
         return sum(self[:3]) / self.gpu  # without checkpointing
 
     def __str__(self):
@@ -848,7 +846,8 @@ def step_memory(model, tokens_per_forward) -> StepMemory:
     config = unwrap_model(model).config.get_text_config()
     layers = config.num_hidden_layers
     checkpointed = activations / layers + 2 * layers * config.hidden_size * tokens_per_forward
-    return StepMemory(weights, 3 * trained, activations, checkpointed, torch.cuda.mem_get_info()[1])
+    mine = weights, 3 * trained, activations, checkpointed, torch.cuda.mem_get_info()[1]
+    return StepMemory(*np.max(all_gather(mine), axis=0))  # of all processes, so that they decide alike
 
 
 def probe(core, lay_out, cut=False):

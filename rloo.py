@@ -15,17 +15,19 @@ Data: rows with `prompt`, a string or chat messages, and any columns that the re
 
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
 
-A reward is a function(prompts, completions, **columns) that returns a number or None for each completion.
+A reward is a function(prompts, completions, **columns) that returns a number or None for each completion. Its columns
+are those of the file and two more: completion_ids, and ended, which is false for a sample that was cut off.
 
 Shapes: B prompts per step, k samples each, T tokens in the longest. Rewards and advantages are (B, k). Log-probs of
 tokens are (B, k, T), 0 after the end of a sample. b is the number of prompts in a micro-batch.
 
 Metrics: reward, reward_std: over all samples, before KL | rewards/NAME: of one function | frac_reward_zero_std:
-fraction of prompts whose rewards are all equal; at 1 nothing is learned | kl: log π − log π_ref per token | entropy:
-nats per token | samples/distinct: how many of the samples differ | completions/mean_length |
-completions/clipped_ratio: fraction cut off by max_new_tokens | loss | clip_ratio |
-sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token | grad_norm: before clipping |
-learning_rate | seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of one sample per held-out prompt
+fraction of prompts whose rewards are all equal; at 1 only the KL penalty is learned | kl: log π − log π_ref per token
+| entropy: nats per token | samples/distinct: how many of the samples differ | completions/mean_length |
+completions/clipped_ratio: fraction cut off by max_new_tokens | loss | clip_ratio: fraction of samples whose ratio is
+clipped | sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token | grad_norm: before
+clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of one sample per held-out
+prompt
 """
 import asyncio
 import csv
@@ -86,8 +88,8 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 # What may differ when a run is resumed. Of models and data the content is compared, not the path.
 MAY_CHANGE = ("model ref_model reward_model data eval_data out ref tokens_per_forward rollout_tokens "
               "gradient_checkpointing save_every save_dtype eval_every wandb code").split()
-SMALLEST = dict(steps=-1, lr=0, warmup=0, beta=0, epochs=1e-6, batch_size=1, lora_r=1, k=2, temperature=1e-6,
-                max_new_tokens=1)  # values of flags
+SMALLEST = dict(steps=-1, epochs=1e-6, batch_size=1, lora_r=1, k=2, temperature=1e-6, max_new_tokens=1,
+                updates_per_rollout=1)  # values; 0 for all other flags
 EAGER = WeakSet()  # models whose decoding steps cannot be recorded as a CUDA graph
 
 
@@ -105,7 +107,7 @@ class Args:
     reward_model: str | None = None  # classifier with one output: folder or hub name
     reward_weights: tuple[float, ...] = ()  # weights of the functions, then of the model; empty: all are 1
 
-    ref: Literal["auto", "swap", "live"] = "auto"  # live: a second model on the GPU, if it fits; swap: on the host
+    ref: Literal["auto", "swap", "live"] = "auto"  # swap: weights on the host; live: on the GPU; auto: live if it fits
     ref_model: str | None = None  # the reference; None: the policy before training
     sync_reference: int | None = None  # number of steps between copies of the policy into the reference
     sync_mix: float = 1.0  # weight of the policy in each such copy
@@ -117,7 +119,7 @@ class Args:
     k: int = 4  # samples per prompt
     beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
     updates_per_rollout: int = 1  # optimizer steps per rollout
-    clip_eps: float = 0.2  # the ratio is clipped to 1 ± clip_eps
+    clip_eps: float = 0.2  # a ratio is clipped to 1 ± clip_eps; no effect with one update per rollout
     mask_truncated: bool = False  # leave out samples without EOS, also from the baseline
     temperature: float = 1.0  # divides the logits in sampling and in all log-probs
     max_new_tokens: int = 128  # tokens per sample
@@ -147,7 +149,7 @@ class Args:
 
 def compute_advantages(rewards: torch.Tensor, old_logps: torch.Tensor, ref_logps: torch.Tensor, beta: float):
     """Equation (2), then (1): rewards (B, k), log-probs (B, k, T) -> (B, k)."""
-    kl = (old_logps - ref_logps).sum(dim=2)  # k1: in a reward it is unbiased, k3 in a loss is not (arXiv:2512.21852)
+    kl = (old_logps - ref_logps).sum(dim=2)  # the estimator k1 is unbiased in a reward (arXiv:2512.21852)
     return leave_one_out(rewards - beta * kl)
 
 
@@ -176,7 +178,7 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     columns: dict  # of the file: the prompt, and what the reward needs
 
-    whole_prompt = property(lambda row: row.prompt)  # no answer can share its last token
+    whole_prompt = property(lambda row: row.prompt)  # load_data divides by it; here no answer can share its last token
 
 
 class Samples(NamedTuple):
@@ -213,8 +215,8 @@ def score_reference(reference, samples: Samples, device: str, args: Args) -> tor
 
 def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor,
               old_logps: torch.Tensor | None, args: Args) -> tuple[torch.Tensor, dict]:
-    """Adds the gradient of the mean loss. rewards (B, k), log-probs (B, k, T). old_logps None: no update since rollout,
-    so this forward gives them, and the KL penalty in the advantages. Returns log π and metrics."""
+    """Adds the gradient of the mean loss. rewards (B, k), log-probs (B, k, T). old_logps is None before the first
+    update of a rollout: this forward then gives them, also for the KL penalty. Returns log π and metrics."""
     divisor = rewards.numel()  # the loss is a mean over samples
     all_logps = torch.zeros(samples.mask.shape, device=rewards.device)
     loss_sum = torch.zeros((), device=rewards.device)
@@ -240,7 +242,7 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
 
 
 def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
-    """Metrics of samples and their rewards, (B, k). A sample with NaN is left out of the rewards'."""
+    """Metrics of samples and their rewards, (B, k). A sample whose reward is NaN is left out of the reward metrics."""
     is_known = ~rewards.isnan()
     known = rewards[is_known]
     highest = rewards.nan_to_num(-math.inf).amax(dim=1)
@@ -258,14 +260,14 @@ def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, step: int, out: Path, args: Args) -> dict:
-    """Metrics of one sample per held-out prompt, which it writes to samples.jsonl."""
+    """Metrics of one sample per held-out prompt. Writes the samples to samples.jsonl."""
     if not rows:
         return {}
     samples = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
-    rewards, reward_means = compute_rewards(samples, rows, functions)
+    rewards, means = compute_rewards(samples, rows, functions)
     log_samples(out, step, True, samples, rows, rewards)
 
-    values = metrics(samples, rewards) | reward_means
+    values = metrics(samples, rewards) | means
     del values["frac_reward_zero_std"]  # it needs two samples per prompt
     if reference:
         ref_logps = score_reference(reference, samples, policy.device, args)
@@ -301,8 +303,10 @@ def train(args: Args, out: Path) -> list[dict]:
     torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
     check_sampler(policy, tokenizer, args)
-    args = replace(args, ref=choose_reference(policy, args))
-    reference = load_reference(policy, device, args) if args.beta else None
+    reference = None
+    if args.beta:
+        args = replace(args, ref=choose_reference(policy, args))
+        reference = load_reference(policy, device, args)
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     matrices = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
@@ -323,15 +327,17 @@ def train(args: Args, out: Path) -> list[dict]:
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = batch_rows(step, train_rows, batch_size, args.seed)
         samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
-        rewards, reward_means = compute_rewards(samples, rows, functions)
+        rewards, means = compute_rewards(samples, rows, functions)
         log_samples(out, step, False, samples, rows, rewards)
-        values = {"step": step} | metrics(samples, rewards) | reward_means
+        values = {"step": step} | metrics(samples, rewards) | means
 
-        if step == 1 and device == "cuda":  # no step has trained yet: it is the cache of keys and values, and `draw`
+        if step == 1 and device == "cuda":  # no update has run: the peak is the model, Adam's state and a rollout
             progress.write(f"rollouts need {torch.cuda.max_memory_allocated() / 1e9:.1f} GB of the GPU")
         if step == 1 and not samples.ended.any():
             stops = tokenizer.convert_ids_to_tokens(stop_tokens(policy, tokenizer))
             progress.write(f"No sample ends with one of {stops}: raise --max_new_tokens, or mend the template")
+
+        # The metrics above count these samples, the loss does not.
         if args.mask_truncated:
             rewards = torch.where(samples.ended, rewards, math.nan)
 
@@ -353,16 +359,16 @@ def train(args: Args, out: Path) -> list[dict]:
             optimizer.step()
             optimizer.zero_grad()
 
-        # How far the policy that sampled was from its sampler, and from the reference.
+        # How far log π was from what the sampler computed, and from the reference.
         difference = (old_logps.cpu() - samples.logps).abs()
         values["sampling/sampling_logp_difference/mean"] = (difference.sum() / samples.mask.sum()).item()
         values["sampling/sampling_logp_difference/max"] = difference.max().item()
         if reference:
             lengths = samples.mask.sum(dim=2).to(device)  # (B, k)
-            ratios = (old_logps - ref_logps).sum(dim=2)  # (B, k)
-            values["kl"] = (ratios.sum() / lengths.sum()).item()
+            kls = (old_logps - ref_logps).sum(dim=2)  # (B, k)
+            values["kl"] = (kls.sum() / lengths.sum()).item()
             if step == 1 and args.ref_model == args.model:
-                check_agreement((ratios / lengths).abs().mean().item(), args.dtype)
+                check_agreement((kls / lengths).abs().mean().item(), args.dtype)
         if args.sync_reference and reference and step % args.sync_reference == 0:
             reference.sync(args.sync_mix)
 
@@ -394,7 +400,7 @@ def choose_reference(policy, args: Args) -> str:
         return args.ref.replace("auto", "swap")
     memory = step_memory(policy, args.tokens_per_forward)
     live = memory.optimizer / (6 if args.dtype == "bfloat16" else 3)  # gradients and Adam: three float32 copies
-    ref = "live" if memory.share + live / memory.gpu < 0.85 else "swap"
+    ref = "live" if memory.used + live / memory.gpu < 0.85 else "swap"
     print(f"--ref {ref}: a live reference takes {live / 1e9:.1f} GB")
     return ref
 
@@ -407,7 +413,7 @@ def resolve(args: Args) -> Args:
 
 
 def describe_run(train_rows: list, eval_rows: list, args: Args) -> dict:
-    """What a resumed run must have in common with its checkpoint. `code` may change, which is told."""
+    """The flags, data, models and code of a run. A resumed run must have the same, except for MAY_CHANGE."""
     run = vars(args) | {"rows": digest_of(train_rows), "held-out rows": digest_of(eval_rows)}
     models = {flag: vars(args)[flag] for flag in ("model", "ref_model", "reward_model") if vars(args)[flag]}
     run |= describe_files(models, args.reward)
@@ -432,7 +438,7 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     logps = torch.zeros(shape, device=core.device)
     entropy = torch.zeros(shape[:2], device=core.device)
     with unsharded(policy):
-        for batch in filter(None, progress_bar(batches, desc="sample", unit="batch")):
+        for batch in filter(None, progress_bar(batches, desc="sample", unit="batch")):  # a process may have none
             try:
                 drawn = decode(core, [prompts[i] for i in batch], to_device(u[batch], core.device), stops, args)
             except torch.OutOfMemoryError as error:
@@ -467,8 +473,8 @@ class FixedLayer(DynamicLayer):
 
     @property
     def n_read(self) -> int:
-        """Tokens that attention reads: on a GPU always the whole room, of which the mask hides what is not written yet,
-        as a graph cannot change the number; elsewhere what is written."""
+        """Tokens that attention reads. On a GPU it is always the whole room, because a CUDA graph cannot change a size;
+        the mask hides what is not written yet. On a CPU it is what is written."""
         return self.keys.shape[2] if self.keys.is_cuda else int(self.place) + 1
 
     def update(self, key, value, *args, **kwargs):
@@ -497,7 +503,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     place = to_device([ids.shape[1]], device)  # of the next token in the cache
 
-    inputs = {}  # of each step, which changes them in place
+    inputs = {}  # of the next step; sample() changes them in place
     if is_shared:  # encode every prompt once, then copy its keys and values to k rows
         cache = DynamicCache(config=core.config)
         cache.activate_past_recording()  # keep keys before the window, too
@@ -517,11 +523,11 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
     inputs["input_ids"] = torch.zeros_like(inputs["position_ids"])
     cache = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
 
-    u = u.flatten(0, 1)  # (B · k, T), as all that follows
+    u = u.flatten(0, 1)  # (B · k, T): below, each sample is a row
     stops = to_device(torch.tensor(stops, dtype=torch.long), device)
     tokens = torch.full((B * k, T), -1, device=device)
     scores = torch.zeros(2, B * k, T, device=device)  # log-probs and entropies
-    rows = torch.arange(B * k, device=device)  # the samples in the rows of the cache
+    rows = torch.arange(B * k, device=device)  # which samples are still in the cache
     alive = rows >= 0
     t = torch.zeros(1, dtype=torch.long, device=device)
 
@@ -539,15 +545,16 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
         sample(core(**inputs, **cache, use_cache=True).logits[:, -1])
         place.add_(1)
 
+    # To count the unfinished rows, the CPU waits for the GPU; a graph is recorded again after rows were removed.
     sample(logits)
-    interval, enough = (16, 0.5) if is_recorded else (1, 0.75)
+    interval, limit = (16, 0.5) if is_recorded else (1, 0.75)
     replay = None
     for n in range(T - 1):
         if n % interval == 0:
             unfinished = alive.sum().item()  # waits for the GPU
             if not unfinished:
                 break
-            if is_shared and unfinished <= enough * len(rows):  # together: each removal copies the cache
+            if is_shared and unfinished <= limit * len(rows):  # many at once: each removal copies the cache
                 stay = alive.nonzero()[:, 0]
                 cache["past_key_values"].batch_select_indices(stay)
                 inputs = {name: tensor[stay] for name, tensor in inputs.items()}
@@ -577,7 +584,7 @@ def record(core, step: Callable) -> Callable:
     has_run = False
 
     try:
-        torch.cuda.set_sync_debug_mode("error")  # what waits raises: in the forward, which can be repeated
+        torch.cuda.set_sync_debug_mode("error")  # an operation that waits raises; a forward can be repeated
         step()
         has_run = True
 
@@ -653,7 +660,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     columns = [row.columns for row in rows[own] for _ in range(k)]  # one per sample
     names = {name for row in rows for name in row.columns}
 
-    inputs = {name: [column.get(name) for column in columns] for name in names}
+    inputs = {name: [row.get(name) for row in columns] for name in names}
     inputs["prompts"] = inputs.pop("prompt")
     inputs["completions"] = list(chain(*samples.texts[own]))
     inputs["completion_ids"] = [list(ids) for _, completions in samples.groups[own] for ids in completions]
@@ -724,7 +731,7 @@ class RewardModel:
         rows = [torch.tensor(ids) for ids in tokenize(self.tokenizer, texts, add_bos=isinstance(prompts[0], str))]
         if max(map(len, rows)) > context_length(self.model.config):
             raise BadInput("a sample is too long for the reward model")
-        pad = self.model.config.pad_token_id  # the model finds a row's end by it
+        pad = self.model.config.get_text_config().pad_token_id  # the model finds the end of a row by it
         budget = 0 if pad is None else self.args.tokens_per_forward  # 0: each row alone
 
         scores = torch.zeros(len(rows))
@@ -805,7 +812,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
     counts = Counter(rows=0)
     kinds = set()
     n_kept = 0
-    ints = {}  # one object for equal ids: 8 bytes per token instead of 40
+    ints = {}  # one object for equal ids: 8 bytes per token instead of 36
     for number, row in enumerate(progress_bar(file_rows, desc="tokenize"), 1):
         if isinstance(row, str) and not row.strip():
             continue  # an empty line
@@ -844,9 +851,9 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
             yield prompt_ids, sequences, begins, columns | {"prompt": prompt}
 
     found = f"{source}: {n_kept} of " + "; ".join(f"{count} {note}" for note, count in counts.items())
-    print(found)
     if n_kept < max(1, counts["rows"] / 2):
         raise BadInput(f"{found}: too few rows")
+    print(found)
     if kinds.pop()[0] is str and tokenizer.chat_template:
         print(f"{source}: strings are trained without the chat template; demo/prepare_chat.py makes messages")
 
@@ -971,7 +978,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
     if process_count() > 1 or (trains and args.dtype == "bfloat16"):
         shard(model, device, args.dtype)
-    model.eval().to(device)
+    model.eval().to(device)  # without dropout
     if trains_all:
         model.float()  # after shard: no process holds the whole model in float32
     enable_shared_prompts(model)
@@ -980,7 +987,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
     if trains and device == "cuda":
         memory = step_memory(model, args.tokens_per_forward)
         print(memory)
-        is_large = memory.share > 0.85
+        is_large = memory.used > 0.85
     if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
         print("gradient checkpointing is on")
         for layer in model.modules():
@@ -1013,7 +1020,7 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     config.base_model_name_or_path = model.name_or_path
     for name, module in model.named_modules():
         if trains and name.endswith(tuple(config.modules_to_save or ())):
-            module.float()  # peft loads into a copy of it: must be float32
+            module.float()  # peft loads the trained weights into a copy of it, which must be float32
     warnings.filterwarnings("error", "Found missing adapter keys")
     return peft.PeftModel.from_pretrained(model, folder, config=config, is_trainable=trains,
                                           autocast_adapter_dtype=trains)  # float32 weights train
@@ -1036,9 +1043,9 @@ def load_function(spec: str) -> Callable:
     return function
 
 
-def call_function(spec: str, function: Callable, n: int, **columns) -> list[float]:
+def call_function(spec: str, function: Callable, n: int, /, **columns) -> list[float]:
     """What a user's reward or score returns for n completions: a number each, NaN for None. A coroutine is awaited.
-    What the function itself raises keeps its traceback."""
+    What the function itself raises keeps its traceback. A column may be called `n`, because of the slash."""
     try:
         inspect.signature(function).bind(**columns)
     except TypeError as error:
@@ -1102,7 +1109,7 @@ def complete_flags(args, new_tokens: int = 0):
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
 
 def generator(seed: int, purpose: str, n: int = 0) -> np.random.Generator:
-    """A function of its arguments: a resumed run needs no saved state."""
+    """A random generator that depends on these arguments only, so a resumed run needs no saved state."""
     return np.random.default_rng([seed, n, *purpose.encode()])
 
 
@@ -1178,7 +1185,7 @@ def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
     state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
     for weight in state.values():
         weight.grad = torch.zeros_like(weight)
-    optimizer.step()
+    optimizer.step()  # changes no weight: the optimizer was made with lr 0
     optimizer.zero_grad()
 
     for name, weight in list(state.items()):
@@ -1198,7 +1205,7 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     folder = out / f"resume-{step}"
     shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
-    # 64 tensors per file: the writer holds a whole file in memory
+    # 64 tensors per file, because the writer holds a whole file in memory. A moving reference goes into file 0.
     files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if is_first_process():
@@ -1217,7 +1224,7 @@ def remove_checkpoints(out: Path, but: int | None = None):
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0. Refuses a checkpoint of another
-    run or with damaged files, files of somebody else, and processes that would train different runs."""
+    run, missing or shortened files, a folder of another program, and processes that would train different runs."""
     step = max(checkpoint_steps(out), default=0)
     mine = [run, str(out), step]
     if any(theirs != mine for theirs in all_gather(mine)):
@@ -1247,9 +1254,8 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
             os.truncate(out / name, saved["sizes"][name])
         if run["wandb"]:
             import wandb
-            run_id = digest_of([out.resolve()])  # a resumed run goes on in the same one
-            wandb.init(name=out.name, id=run_id, resume="allow" if step else None, config=run,
-                       reinit="finish_previous")
+            run["wandb id"] = wandb.init(  # a resumed run goes on in the same one
+                name=out.name, id=saved["run"].get("wandb id"), resume="allow", config=run, reinit="finish_previous").id
     return step
 
 
@@ -1284,7 +1290,7 @@ def save_model(model, tokenizer, folder: Path, args):
         return
 
     hidden = folder.with_name(f".{folder.name}")
-    shutil.rmtree(hidden, ignore_errors=True)  # a killed save has left it
+    shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     dtype = args.dtype if args.save_dtype == "auto" else "float32"
     cast = {}  # tied weights stay one tensor
     for weight in state.values():
@@ -1293,7 +1299,7 @@ def save_model(model, tokenizer, folder: Path, args):
     model.save_pretrained(hidden, state_dict={name: cast[weight.data_ptr()] for name, weight in state.items()})
     tokenizer.save_pretrained(hidden)
     config = hidden / "config.json"
-    if config.exists():  # an adapter has none. It names the dtype of the weights that train
+    if config.exists():  # an adapter has none. The config names the dtype of training, not that of the saved weights
         config.write_text(config.read_text().replace('"dtype": "float32"', f'"dtype": "{dtype}"'))
     os.replace(hidden, folder)
 

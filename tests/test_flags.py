@@ -143,7 +143,7 @@ def test_two_runs_in_a_process_read_their_score_anew(tmp_path):
 def wandb(monkeypatch):
     """A stand-in, which keeps what it is told."""
     stand_in = SimpleNamespace(begun=[], logged=[])
-    stand_in.init = lambda **options: stand_in.begun.append(options)
+    stand_in.init = lambda **options: stand_in.begun.append(options) or SimpleNamespace(id=options["id"] or "first")
     stand_in.log = lambda values, step: stand_in.logged.append((step, values))
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     return stand_in
@@ -163,7 +163,8 @@ def test_every_line_of_metrics_is_logged_and_a_resumed_run_goes_on(script, wandb
     module.main(args)
     first, second = wandb.begun
     assert len(wandb.logged) == 4, "nothing was left to do"
-    assert first["id"] == second["id"] and [first["resume"], second["resume"]] == [None, "allow"]
+    assert (first["id"], second["id"]) == (None, "first"), "the first run got its id from wandb"
+    assert first["resume"] == second["resume"] == "allow"
     assert first["name"] == Path(args.out).name and first["config"]["lr"] == args.lr
     wandb.begun.clear()
     wandb.logged.clear()
