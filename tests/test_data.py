@@ -283,7 +283,7 @@ def test_many_rows_are_tokenized_as_alone(load, capsys):
 @pytest.mark.parametrize("script", [dpo, kto])
 def test_rows_are_divided_by_whole_prompts(load, script, tmp_path):
     """Not by their tokens: the last one of a prompt may merge with one answer, and not with another."""
-    rows = [dict(prompt=f"The tea {i} wa", chosen=f"{end} warm.", rejected=f"{end} bad.")
+    rows = [dict(prompt=f"The tea {i} wa", chosen=f"{end} warm {i}.", rejected=f"{end} bad {i}.")
             for i in range(40) for end in ("s", ",")]
     loaded = load(rows, script=script)
     assert len({row.prompt for row in loaded}) == 80 and len({row.whole_prompt for row in loaded}) == 40
@@ -293,8 +293,7 @@ def test_rows_are_divided_by_whole_prompts(load, script, tmp_path):
     assert len(train_rows) + len(held_out) == len(loaded)
     if script is kto:
         for row in kto.draw_others(loaded, loaded, kto.Args()):
-            sources = {source.whole_prompt for source in loaded if source.completion == row.other}
-            assert sources != {row.whole_prompt}
+            assert {source.whole_prompt for source in loaded if source.completion == row.other} != {row.whole_prompt}
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted(load, tmp_path, capsys):

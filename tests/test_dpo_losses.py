@@ -11,7 +11,7 @@ from runs import tiny
 from torch import tensor
 
 import dpo
-from dpo import Args, Batch, Row, measure, metrics
+from dpo import Args, Batch, Row, measure, metrics, weighted_loss
 from refcache import BadInput, ReferenceCache, enable_shared_prompts
 from test_changes import changed
 
@@ -93,18 +93,19 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
 
 @pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("robust", 0.5)])
 def test_undefined_loss_is_refused_before_reading_data(loss, eps):
+    module = changed("losses")
     with pytest.raises(BadInput, match="--label_smoothing"):
-        module = changed("losses")
-        module.main(module.Args(model=tiny(), data="no file", loss=("sigmoid", loss), label_smoothing=eps))
+        module.resolve(module.Args(model=tiny(), data="no file", loss=("sigmoid", loss), label_smoothing=eps))
 
 
 # --- Metrics
 
 def test_metrics_by_hand():
-    values = metrics(PAIRS._replace(ratio_w=tensor([2.0, 0.0]), ratio_l=tensor([-1.0, 0.0])), Args(beta=BETA))
+    pairs = PAIRS._replace(ratio_w=tensor([2.0, 0.0]), ratio_l=tensor([-1.0, 0.0]))
+    values = {"loss": weighted_loss(pairs, Args(beta=BETA))} | metrics(pairs, Args(beta=BETA))
     expected = {"rewards/chosen": [0.4, 0.0], "rewards/rejected": [-0.2, 0.0], "rewards/margins": [0.6, 0.0],
                 "rewards/accuracies": [1.0, 0.5], "logps/chosen": [-20.0, -35.0], "logps/rejected": [-24.0, -31.0],
-                "logratio": [0.25, 0.0], "nll/chosen": [2.5, 3.5]}
+                "logratio": [0.25, 0.0], "nll/chosen": [2.5, 3.5], "loss": [-log(sg(0.6)), log(2)]}
     assert values.keys() == expected.keys()
     for name, value in values.items():
         assert value.tolist() == pytest.approx(expected[name]), name
@@ -132,10 +133,9 @@ def test_simpo_alone_has_rewards_per_token(loss, chosen, rejected):
 
 # --- From tokens to the batch
 
-ROWS = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), (5, 9, 33), {}),
-        Row((8, 3), (77, 2), (21, 4, 96, 5, 2), (8, 3), {}),
-        Row((8, 3, 14, 20), (17, 30, 2), (41, 6, 2), (8, 3, 14, 20), {}),
-        Row((50,), (51, 52, 53, 54, 2), (55, 2), (50,), {})]
+ROWS = [Row(prompt, chosen, rejected, prompt, {}) for prompt, chosen, rejected in (
+    ((5, 9, 33), (60, 12, 7, 2), (90, 2)), ((8, 3), (77, 2), (21, 4, 96, 5, 2)),
+    ((8, 3, 14, 20), (17, 30, 2), (41, 6, 2)), ((50,), (51, 52, 53, 54, 2), (55, 2)))]
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +152,7 @@ def known():
     return known
 
 
-@pytest.mark.parametrize("flags", [
-    dict(loss=("ipo",)), dict(loss=("sigmoid", "sft"), loss_weights=(1.0, 0.5))])
+@pytest.mark.parametrize("flags", [dict(loss=("ipo",)), dict(loss=("sigmoid", "sft"), loss_weights=(1.0, 0.5))])
 def test_micro_batching_changes_no_gradient(policy, known, flags):
     seen = []
     for budget in (100_000, 25, 1):

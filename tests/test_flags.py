@@ -174,9 +174,9 @@ def test_every_line_of_metrics_is_logged_and_a_resumed_run_goes_on(script, wandb
 
 # --- The saved model
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_model_is_saved_in_the_dtype_of_its_forwards(tied):
-    model = save(build("llama", TIED), "tied to save") if tied else tiny()
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_model_is_saved_in_the_dtype_of_its_forwards(is_tied):
+    model = save(build("llama", TIED).bfloat16(), "tied, in bfloat16") if is_tied else tiny()  # tiny: float32
     saved = {}
     for flags in (dict(dtype="bfloat16"), dict(dtype="bfloat16", save_dtype="float32"), dict(dtype="float32")):
         args = arguments(steps=1, model=model, **flags)

@@ -229,18 +229,11 @@ def contents(folder):
 @pytest.mark.parametrize("name, text", [
     ("samples.jsonl", '{"prompt": "The tea"}\n'), ("metrics.jsonl", ""), ("args.json", '{"lr": 1}')])
 def test_files_of_another_program_are_refused_and_stay(script, name, text, tmp_path):
+    """They may even be the data of this run."""
     (tmp_path / name).write_text(text)
     with pytest.raises(BadInput, match=f"{name} is of another program.*--out"):
         SCRIPTS[script].main(arguments(script, out=str(tmp_path), ref="swap"))
     assert contents(tmp_path) == {tmp_path / name: text.encode()}
-
-
-def test_data_in_the_folder_of_a_run_stays(tmp_path):
-    rows = Path(data("dpo")[0]).read_text()
-    (tmp_path / "samples.jsonl").write_text(rows)
-    with pytest.raises(BadInput, match="samples.jsonl is of another program"):
-        dpo.main(arguments(data=f"{tmp_path}/samples.jsonl", out=str(tmp_path)))
-    assert (tmp_path / "samples.jsonl").read_text() == rows
 
 
 def test_only_checkpoints_of_the_run_are_removed_at_its_end(tmp_path):
