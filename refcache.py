@@ -528,7 +528,7 @@ def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None, clamp=N
 def check_agreement(difference: float, dtype: str):
     """Checks that policy and reference agree before the first update, up to rounding. `difference` is the mean over
     answers of |log π(y|x) − log π_ref(y|x)| / |y|."""
-    found = f"before the first update policy and reference differ by {difference:.1e} nats per token"
+    found = f"step 1: policy and reference differ by {difference:.1e} nats per token"
     limit, advice = 1e-4, "delete the cache, if there is one"
     if dtype == "bfloat16":  # in several processes other batches round differently
         limit, advice = 1e-2 if process_count() == 1 else 3e-2, "they round differently in bfloat16, float32 is exact"
@@ -620,7 +620,7 @@ def progress_bar(*items, **options):
     """tqdm in the first process. An inner bar leaves no line. Without a terminal there are no inner bars, and others
     move every 30 s."""
     is_log = not sys.stderr.isatty()
-    is_hidden = not is_first_process() or is_log and len(tqdm._instances) > 0  # the bars that are not closed
+    is_hidden = not is_first_process() or is_log and bool(tqdm._instances)  # the bars that are not closed
     return tqdm(*items, leave=None, mininterval=30 if is_log else 0.1, maxinterval=30, disable=is_hidden, **options)
 
 
@@ -638,7 +638,7 @@ def process_group():
     warnings.filterwarnings("ignore", "torch.distributed is")
     was_there = dist.is_initialized()
     if "RANK" in os.environ and "LOCAL_RANK" not in os.environ:
-        raise BadInput("RANK without LOCAL_RANK: start the processes with torchrun")
+        raise BadInput("RANK without LOCAL_RANK: use torchrun")
 
     device = None
     if torch.cuda.is_available():
@@ -831,7 +831,7 @@ class StepMemory(NamedTuple):
 
     def __str__(self):
         line = ("weights {:.1f} + gradients, Adam {:.1f} + activations {:.1f} GB ({:.1f} checkpointed) "
-                "of {:.1f} on the GPU")
+                "of {:.1f} GB")
         return line.format(*(size / 1e9 for size in self))
 
 
@@ -874,7 +874,9 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
     """Attention over a flat row: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D).
     A span is the queries of one completion (the first: of prompt + completion). Its keys: [prompt ; own]."""
     if spans is None:  # an ordinary batch, as in generate()
-        return sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
+        output, _ = sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
+        # For one token it has odd strides, for which a frozen linear layer would read its weight again for each row.
+        return output.flatten(0, 1).unflatten(0, (len(query), -1)), None
     if attention_mask is not None and not sliding_window:
         raise CannotShare(f"{type(module).__name__} masks more than the future")
     if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):

@@ -11,7 +11,7 @@ from models import gradient, logps
 from runs import ROOT, TOKENIZER, adapt, arguments, load, needs_peft, tiny
 from slow_losses import model_with_many_ends
 from slow_samples import FORMULAS, ppo, tokens_of
-from test_changes import SLOW, changed, run, watch
+from test_changes import PATCHES, SLOW, apply, changed, run, watch
 from torch import tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -201,8 +201,9 @@ def gaps_of(history):
     return [line["sampling/sampling_logp_difference/max"] for line in history[1:]]
 
 
-@pytest.mark.parametrize("flags", [{}, pytest.param(dict(lora_r=4), marks=needs_peft), dict(temperature=0.7),
-                                   dict(dtype="bfloat16"), dict(model="many ends")], ids=str)
+@pytest.mark.parametrize("flags", [
+    {}, dict(model="many ends"), pytest.param(dict(temperature=0.7), marks=SLOW),
+    pytest.param(dict(dtype="bfloat16"), marks=SLOW), pytest.param(dict(lora_r=4), marks=[SLOW, needs_peft])], ids=str)
 def test_vllm_samples_from_the_new_weights(fake_vllm, flags):
     """The learning rate is so high that samples of older weights would have other log-probs."""
     if "model" in flags:
@@ -243,6 +244,18 @@ def test_vllm_memory_0_samples_as_rloo_does(fake_vllm):
     expected = rloo.main(arguments("rloo"))
     assert [line["reward"] for line in history[1:]] == [line["reward"] for line in expected[1:]]
     assert not LLM.engines
+
+
+@pytest.mark.parametrize("name", ["grpo", *(pytest.param(name, marks=SLOW) for name in (
+    "dapo", "tis", "mini_batches", "value_baseline"))])
+def test_vllm_stacks_on_other_algorithms(fake_vllm, name):
+    module = ModuleType(f"{name}_vllm")
+    module.__file__ = rloo.__file__
+    text = apply(PATCHES["vllm_rollouts"], apply(PATCHES[name], (ROOT / "rloo.py").read_text()))
+    exec(text, vars(module))
+    history = module.main(module.Args(**vars(arguments("rloo", steps=2))))
+    assert max(gaps_of(history)) < 1e-4 and history[2]["kl"] != 0
+    assert LLM.engines[0].calls.count("generate") == 5  # check_sampler, an evaluation, two steps, an evaluation
 
 
 @SLOW
