@@ -304,6 +304,15 @@ def test_rank_without_a_local_rank_is_refused(monkeypatch):
         pass
 
 
+def test_memory_of_a_step_is_that_of_the_fullest_process(monkeypatch):
+    """Else one process would choose a live reference, or checkpointing, and another would not."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", iter((100, 164)).__next__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 1000))
+    monkeypatch.setattr(refcache, "all_gather", lambda mine: [mine, (90, 5, 70, 60, 1000)])
+    memory = refcache.step_memory(make("llama").requires_grad_(False), 64)
+    assert memory == (100, 5, 70, 64 / 2 + 2 * 2 * 32 * 64, 1000) and memory.used == 0.175
+
+
 @pytest.mark.parametrize("environment, device", [({}, 0), ({"LOCAL_RANK": "3"}, 3)])
 def test_one_process_chooses_its_gpu(monkeypatch, environment, device):
     """Without that, a mesh of one process warns."""
