@@ -180,7 +180,7 @@ def test_every_line_of_metrics_is_logged_and_a_resumed_run_goes_on(script, wandb
 
 # --- The saved model
 
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_model_is_saved_in_the_dtype_of_its_forwards(is_tied):
     model = save(build("llama", TIED).bfloat16(), "tied, in bfloat16") if is_tied else tiny()  # tiny: float32
     saved = {}

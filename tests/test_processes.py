@@ -86,9 +86,10 @@ def in_processes(n, function, *args):
     for end in forks(n):
         end.send((port, function, args))
     results = [end.recv() if end.poll(120) else ("hangs", None) for end in forks(n)]
+    if any(kind == "hangs" for kind, _ in results):
+        kill(n)
     for kind, value in results:
         if kind != "result":
-            kill(n)
             raise value if isinstance(value, BadInput) else AssertionError(f"{kind} {value}")
     return pickle.loads(results[0][1])
 
