@@ -150,7 +150,8 @@ def test_complete_cache_is_only_read(run, loaded):
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-@pytest.mark.parametrize("flags", [dict(ref="none"), dict(loss=("simpo",)), dict(loss=("simpo", "sft"))])
+@pytest.mark.parametrize("flags", [
+    dict(ref="none"), dict(loss=("simpo",)), dict(loss=("simpo", "sft"), ref="swap", sync_reference=1)])
 def test_runs_without_a_reference(loaded, flags):
     args = arguments(steps=1, **flags)
     dpo.main(args)

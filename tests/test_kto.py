@@ -133,7 +133,7 @@ def test_a_file_sorted_by_label_is_shuffled(tmp_path):
     assert all("rewards/margins" in values for values in history[1:])
 
 
-@pytest.mark.parametrize("weights, advice", [((3.0, 2.0), 0.85), ((1.0, 0.3), None), ((1.0, 0.24), 0.28)])
+@pytest.mark.parametrize("weights, advice", [((3.0, 2.0), 0.85), ((1.0, 0.3), None), ((1.0, 0.0), 0.28)])
 def test_a_weight_that_balances_the_labels_is_advised(tmp_path, capsys, weights, advice):
     """Of 20 rows 5 are desirable: λ_D · 5 / (λ_U · 15) should lie between 1 and 4/3."""
     data = labelled(tmp_path, [True] * 5 + [False] * 15)
