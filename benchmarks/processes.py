@@ -59,7 +59,7 @@ def work(args: Args):
 
     against_trl.call_after_steps(dpo, end_of_step)
     dpo.run_batch = counted
-    dpo.save_checkpoint = dpo.save_model = dpo.report = lambda *values: [{}]
+    dpo.save_checkpoint = dpo.save_model = lambda *values: None
     given = against_trl.settings(files_of(args), args.shape, "dpo", out=f"out-{os.getppid()}")
     with dpo.process_group():
         before = peak_gib(now=True)
