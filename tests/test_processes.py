@@ -314,16 +314,18 @@ def test_memory_of_a_step_is_that_of_the_fullest_process(monkeypatch):
     assert memory == (100, 5, 70, 64 / 2 + 2 * 2 * 32 * 64, 1000) and memory.used == 0.175
 
 
-@pytest.mark.parametrize("environment, device", [({}, 0), ({"LOCAL_RANK": "3"}, 3)])
-def test_one_process_chooses_its_gpu(monkeypatch, environment, device):
-    """Without that, a mesh of one process warns."""
-    chosen = []
+@pytest.mark.parametrize("environment, device, backend", [
+    ({}, "cuda:0", []), (dict(RANK="7", LOCAL_RANK="3"), "cuda:3", [("cpu:gloo,cuda:nccl", "cuda:3")])])
+def test_each_process_chooses_its_gpu(monkeypatch, environment, device, backend):
+    """A single one, too: else a mesh of one process warns. The weights of a Swap, on the CPU, need gloo."""
+    calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, device_id: calls.append((kind, str(device_id))))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with refcache.process_group():
-        assert chosen == [torch.device("cuda", device)]
+        assert calls == [device, *backend]
 
 
 @pytest.mark.slow
