@@ -135,9 +135,10 @@ def load(folder=None, script=dpo, trains=False, **flags):
 def adapt(name, base=None, seed=0, **config):
     """The folder of an adapter as supervised fine-tuning leaves it: its B is not zero, and it has no tokenizer."""
     import peft
+    model = AutoModelForCausalLM.from_pretrained(base or tiny())
     torch.manual_seed(seed)
     config = dict(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"]) | config
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base or tiny()), peft.LoraConfig(**config))
+    model = peft.get_peft_model(model, peft.LoraConfig(**config))
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.requires_grad and "lora_A" not in key:
