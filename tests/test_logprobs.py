@@ -1,6 +1,6 @@
 """completion_logprobs: against one forward per sequence, for many architectures and sizes of forwards."""
 import inspect
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import refcache
 from refcache import (
-    SHARED, BadInput, completion_logprobs, context_length, enable_shared_prompts, has_shared_prompts, micro_batches,
+    SHARED, BadInput, completion_logprobs, context_length, enable_shared_prompts, has_shared_prompts,
     one_kernel_serves, pack)
 
 QUICK = {"llama", "mistral-window-5", "gpt2", "bert-layers-before-the-head", "gemma2-softcaps", "gemma3-window-6",
@@ -34,26 +34,6 @@ def assert_exact(model, temperature=1.0):
     assert_close(values_and_gradients(completion_logprobs, model, GROUPS, temperature=temperature), truth)
 
 
-@cache
-def truth_of(name):
-    return values_and_gradients(slow, make(name, attention="eager"), GROUPS)
-
-
-def in_micro_batches(model, groups, budget):
-    results = {}
-    for indices, _ in micro_batches(model, groups, budget):
-        results |= zip(indices, completion_logprobs(model, [groups[i] for i in indices]))
-    return [results[i] for i in range(len(groups))]
-
-
-def forward_sizes(model):
-    """A list that grows by the number of tokens of each forward from now on."""
-    enable_shared_prompts(model)
-    sizes = []
-    model.get_input_embeddings().register_forward_hook(lambda _, args, out: sizes.append(args[0].numel()))
-    return sizes
-
-
 def set_chunks(monkeypatch, tokens):
     """The head sees so many completion tokens at a time, on a CPU."""
     monkeypatch.setattr(refcache, "HEAD_BYTES", 4 * tokens * 97 * 4)
@@ -70,15 +50,9 @@ def use_attention(monkeypatch, function):
 @pytest.mark.parametrize("name", slow_but(QUICK, MODELS))
 def test_shared_rows_equal_one_forward_per_sequence(name):
     model = ready(name)
-    assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth_of(name))
+    truth = values_and_gradients(slow, make(name, attention="eager"), GROUPS)
+    assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth)
     assert has_shared_prompts(model) == MODELS[name][2]
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2-softcaps", "mamba"])
-@pytest.mark.parametrize("tokens_per_forward", [1, 45])
-def test_tokens_per_forward_changes_memory_only(name, tokens_per_forward):
-    found = values_and_gradients(in_micro_batches, ready(name), GROUPS, budget=tokens_per_forward)
-    assert_close(found, truth_of(name))
 
 
 @pytest.mark.parametrize("name", ["phi-head-bias", "gemma3-softcap"])

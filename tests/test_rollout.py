@@ -70,7 +70,7 @@ def test_uniform_numbers_pick_tokens_of_the_model(name):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3-window-6"])
-def test_samples_that_outgrow_the_room_are_exact(name, monkeypatch):
+def test_long_samples_are_exact(name, monkeypatch):
     model = model_of(name)
     model.generation_config.eos_token_id = None
     monkeypatch.setattr(TOKENIZER, "eos_token_id", None)
