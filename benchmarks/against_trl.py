@@ -57,7 +57,6 @@ SHAPES = {
     "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 128, 151_936, True),
     "Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151_936, False),
     "long": ("qwen3", 64, 192, 2, 4, 2, 32, 151_936, True),
-    "hh": ("llama", 256, 688, 4, 4, 4, 64, 4_096, True),  # of hh.py
     "tiny": ("llama", 64, 128, 1, 2, 1, 32, 512, False),
 }
 ROLLOUTS = {  # prompt tokens, new tokens, k

@@ -341,6 +341,7 @@ def pretend(gpu: FakeGPU):
     torch.cuda.CUDAGraph, torch.cuda.graph = functools.partial(Graph, gpu), gpu.record
     torch.cuda.set_sync_debug_mode = functools.partial(setattr, gpu, "sync_mode")
     torch.cuda.memory_allocated, torch.cuda.max_memory_allocated = lambda *_: gpu.memory, lambda *_: gpu.most
+    torch.cuda.reset_peak_memory_stats = lambda *_: setattr(gpu, "most", gpu.memory)
     torch.cuda.mem_get_info = lambda *_: (gpu.size, gpu.size)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device="cuda") is made on the CPU, then copied
     torch.Tensor.pin_memory = pin

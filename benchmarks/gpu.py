@@ -1,20 +1,28 @@
-"""On a GPU: the reference pass and a DPO step beside TRL's, ways to train with less memory, and an RLOO step.
+"""On a GPU: first that the numbers are right, then the speed and memory of steps beside TRL's.
 
     pip install trl==1.16.0 peft datasets
-    python benchmarks/gpu.py           # both tables, in at most ten minutes on one H100 or H200
+    python benchmarks/gpu.py           # all tables, in at most fifteen minutes on one H100 or H200
     python benchmarks/gpu.py --tiny    # does it run? Also without a GPU
 
-The rows are those of against_trl.py for random models; memory: allocated.
+The models are random, the rows are those of against_trl.py. Memory is what was allocated.
+
+first     the kernel of half precision against a loop of ordinary attention; tokens of rollouts that replay a CUDA graph
+          against those without one; the loss of the first step, which is ln 2 if policy and reference agree
+speed     the reference pass, a DPO step, ways to train with less memory; an RLOO step at 3,100 tokens
 """
 import json
+import math
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import against_trl
 import torch
 import tyro
-from against_trl import DEVICE
+from against_trl import DEVICE, clock, dpo, quiet, read_rows, rloo, settings
+
+import refcache
 
 
 @dataclass
@@ -24,6 +32,7 @@ class Args:
     reference_batch: int = 32  # pairs in a forward of TRL's reference pass
     batch_size: int = 16  # pairs of a DPO step
     max_length: int = 768  # tokens of a row
+    new_tokens: int = 64  # of a sample that is compared
     tiny: bool = False  # does it run?
 
 
@@ -31,15 +40,95 @@ WAYS = [  # work, side, more flags of the script
     ("reference", "refcache", {}), ("reference", "trl", {}), ("dpo", "refcache", {}), ("dpo", "trl", {}),
     ("dpo", "refcache", {"gradient_checkpointing": "on"}), ("dpo", "refcache", {"lora_r": 16}),
     ("dpo", "refcache", {"lora_r": 16, "gradient_checkpointing": "on"})]
+POLICIES = {  # how a model is loaded whose rollouts are compared: name -> (whether it trains, flags)
+    "frozen, float32": (False, {"dtype": "float32"}),
+    "frozen, bfloat16": (False, {"dtype": "bfloat16"}),
+    "FSDP2, bfloat16": (True, {"dtype": "bfloat16"}),
+    "LoRA, bfloat16": (True, {"dtype": "bfloat16", "lora_r": 16}),
+}
 
+
+def files_of(args: Args, folder: str) -> against_trl.Args:
+    given = against_trl.Args(
+        folder=folder, pairs=args.pairs, max_length=args.max_length, steps=10, batch_size=args.batch_size,
+        reference_batch=args.reference_batch, tiny=args.tiny,
+        extra=json.dumps({"gradient_checkpointing": "off"}))
+    return against_trl.shrink(given) if args.tiny else given
+
+
+# ---- First: are the numbers right? -----------------------------------
+
+def print_first(args: Args, shape: str):
+    with tempfile.TemporaryDirectory() as folder:
+        given = files_of(replace(args, pairs=64), folder)
+        against_trl.make_files(given, shape)
+        work = "rloo 16+4, k=2" if args.tiny else "rloo 256+16, k=4"
+        flags = replace(settings(given, shape, work), max_new_tokens=args.new_tokens)
+        print(f"\n{shape}, first\n\n| what | found | expected |\n|---|---|---|", flush=True)
+
+        print_kernel(flags, read_rows(dpo, settings(given, shape, "dpo"))[:8])
+        for name, (trains, more) in POLICIES.items():
+            print_graph(name, trains, replace(flags, **more))
+        for more in ({}, {"lora_r": 16}):
+            run = against_trl.start(replace(given, steps=2, extra=json.dumps(more)), "refcache", shape, "dpo", 0)
+            print(f"| loss of step 1 {more or ''} | {run['losses'][0]:.6f} | {math.log(2):.6f} |", flush=True)
+
+
+@torch.no_grad()
+def print_kernel(flags, rows: list):
+    """Mean errors of log-probs in bfloat16, in nats per token, against the loop of attentions in float32."""
+    values = {}
+    for dtype in ("float32", "bfloat16"):
+        with quiet():
+            model = rloo.load_model(flags.model, DEVICE, replace(flags, dtype=dtype))
+        for way in ("loop", "kernel"):
+            with patch.object(refcache, "one_kernel_serves", refcache.one_kernel_serves if way == "kernel" else never):
+                logps = dpo.completion_logprobs(model, dpo.groups(rows))
+            values[dtype, way] = torch.cat([tokens for group in logps for tokens in group])
+    errors = [(values["bfloat16", way] - values["float32", "loop"]).abs().mean() for way in ("kernel", "loop")]
+    print(f"| kernel in bfloat16, mean error | {errors[0]:.2e} | about the loop's {errors[1]:.2e} |", flush=True)
+
+
+def never(*_) -> bool:
+    return False
+
+
+def print_graph(name: str, trains: bool, flags):
+    """Rollouts with a CUDA graph and without: equal tokens before the first difference of each sample, and time."""
+    with quiet():
+        policy = rloo.load_model(flags.model, DEVICE, flags, trains)
+        prompts = [row.prompt for row in read_rows(rloo, flags)][:8]
+        tokenizer = rloo.load_tokenizer(flags.model)
+
+    samples, milliseconds = [], []
+    for can_record in (rloo.can_record, never):
+        with patch.object(rloo, "can_record", can_record), quiet():
+            rloo.rollout(policy, tokenizer, prompts, flags.k, 1, flags)  # the first one compiles kernels
+            begin = clock()
+            samples.append(rloo.rollout(policy, tokenizer, prompts, flags.k, 1, flags))
+            milliseconds.append(1e3 * (clock() - begin) / flags.max_new_tokens)
+
+    n_equal = n_tokens = 0
+    difference = 0.0
+    for b, ((_, ours), (_, theirs)) in enumerate(zip(*(one.groups for one in samples))):
+        for i, pair in enumerate(zip(ours, theirs)):
+            n = next((t for t, (x, y) in enumerate(zip(*pair)) if x != y), min(map(len, pair)))
+            n_equal += n
+            n_tokens += max(map(len, pair))
+            logps, other_logps = (one.logps[b, i, :n] for one in samples)
+            difference = max(difference, (logps - other_logps).abs().max().item() if n else 0.0)
+
+    graph = "graph" if rloo.can_record(refcache.unwrap_model(policy)) else "no graph"
+    print(f"| {graph}, {name}: equal tokens; difference of log-probs; ms per token, and without | {n_equal:,} of "
+          f"{n_tokens:,}; {difference:.1e}; {milliseconds[0]:.1f}, {milliseconds[1]:.1f} | all but near-ties |",
+          flush=True)
+
+
+# ---- Then: speed and memory ------------------------------------------
 
 def print_ways(args: Args, shape: str):
     with tempfile.TemporaryDirectory() as folder:
-        given = against_trl.Args(
-            folder=folder, pairs=args.pairs, max_length=args.max_length, steps=10, batch_size=args.batch_size,
-            reference_batch=args.reference_batch, tiny=args.tiny)
-        if args.tiny:
-            given = against_trl.shrink(given)
+        given = files_of(args, folder)
         pairs, tokens = against_trl.make_files(given, shape)
         torch.cuda.empty_cache()  # for the processes
         print(f"\n{shape}: {len(pairs):,} pairs, {tokens:,} tokens\n\n"
@@ -61,7 +150,10 @@ def main(args: Args):
         sys.exit("gpu.py needs a GPU, and torch finds none here; --tiny shows on a CPU that it runs.")
     against_trl.require_trl()
     print(against_trl.versions())
-    for shape in ("tiny",) if args.tiny else args.shapes:
+    shapes = ("tiny",) if args.tiny else args.shapes
+    for shape in shapes:
+        print_first(args, shape)
+    for shape in shapes:
         print_ways(args, shape)
     if not args.tiny:
         against_trl.main(against_trl.Args(shapes=("long",), works=("long",), steps=1, rounds=1))

@@ -15,7 +15,7 @@ from statistics import mean, stdev
 import tyro
 
 METRICS = ["loss", "rewards/margins", "rewards/accuracies", "reward", "kl", "eval_loss", "eval_rewards/margins",
-           "eval_rewards/accuracies", "eval_reward", "eval_kl", "eval_score", "grad_norm"]
+           "eval_rewards/accuracies", "eval_reward", "eval_kl", "eval_score", "samples/distinct", "grad_norm"]
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 LOOK = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4",
         "axes.titlesize": 11, "axes.titlelocation": "left", "legend.frameon": False}

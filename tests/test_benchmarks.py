@@ -23,7 +23,7 @@ def code_of(page, number=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line, row", [
-    ("logprobs --tiny", "| 200 | full | "), ("processes --tiny", "| 2 | 8 | "), ("padding --tiny", "| here | 1.00 |"),
+    ("logprobs --tiny", "| 200 | full | "), ("padding --tiny", "| here | 1.00 |"),
     (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | "),
     ("against_trl --tiny", "| reference | trl + cache | "), ("gpu --tiny", "| dpo | trl | "),
     ("simulate trl --model tiny --tokens 1000 --median 20", "| trl | step | "),

@@ -177,6 +177,14 @@ def test_vllm_memory_0_samples_as_rloo_does(fake_vllm):
     assert without_speed(history) == done("rloo", ()).history and not LLM.engines
 
 
+@pytest.mark.parametrize("name", ["grpo", *(pytest.param(name, marks=SLOW) for name in (
+    "dapo", "tis", "mini_batches", "value_baseline"))])
+def test_vllm_stacks_on_other_algorithms(fake_vllm, name):
+    history, _ = run(f"{name}+vllm_rollouts", steps=2)
+    assert max(gaps_of(history)) < 1e-4 and history[2]["kl"] != 0
+    assert LLM.engines[0].calls.count("generate") == 5  # check_sampler, an evaluation, two steps, an evaluation
+
+
 @SLOW
 @pytest.mark.skipif(not find_spec("vllm"), reason="needs vllm 0.32, whose transformers is older: docs/change_it.md")
 def test_real_vllm(monkeypatch):

@@ -1,4 +1,7 @@
-"""main() of every script on a simulated GPU: devices, waits of the host, kernels. And what the simulation counts."""
+"""main() of every script on a simulated GPU: devices, waits of the host, kernels. And what the simulation counts.
+
+The last test takes a GPU's way through rloo.py on a CPU: what a CUDA graph repeats must stay at its address.
+"""
 import contextlib
 import io
 import multiprocessing
@@ -7,11 +10,16 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+
+import rloo
+from models import ready
+from refcache import has_shared_prompts
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 
 
 def count():
@@ -34,15 +42,65 @@ def count():
         except RuntimeError as error:
             found.error = str(error)
     memory = memory_of_steps(simulate, replace(args, what="dpo", model="tiny", tokens=1000))
+    others = {"graph": count_graph(simulate), "compiled": count_compiled(simulate)}
     pairs = [len(simulate.random_rows(dpo, replace(args, tokens=n))) for n in (1000, 2000)]
-    return vars(found) | memory | {"pairs": pairs, "table": printed.getvalue().splitlines()}
+    others["said"] = [what_rloo_says(simulate, args, size) for size in (80, 0.001)]
+    return vars(found) | memory | others | {"pairs": pairs, "table": printed.getvalue().splitlines()}
+
+
+def count_graph(simulate):
+    """Kernels and waits of a product that is recorded and repeated twice; and the error of one that waits."""
+    torch = simulate.torch
+    with simulate.FakeGPU("H100") as gpu, gpu.measure() as found:
+        x = torch.ones(4096, 4096, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x @ x
+        recorded = found.peak - found.before
+        graph.replay()
+        graph.replay()
+    with simulate.FakeGPU("H100") as gpu, pytest.raises(RuntimeError) as error:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.ones(3, device="cuda").sum().item()
+    return dict(counts=found.counts, waits=found.waits, peak=recorded, error=str(error.value), refused=gpu.forbidden)
+
+
+def count_compiled(simulate):
+    """(kernels, seconds) of a forward and a backward of exp(x) · x, compiled and not."""
+    torch = simulate.torch
+    results = []
+    for is_compiled in (False, True):
+        with simulate.FakeGPU("H100") as gpu:
+            function = gpu.compile(lambda x: x.exp() * x) if is_compiled else (lambda x: x.exp() * x)
+            x = torch.ones(8192, 8192, device="cuda", requires_grad=True)
+            for way in ("forward", "backward"):
+                with gpu.measure() as found:
+                    if way == "forward":
+                        loss = function(x).sum()
+                    else:
+                        loss.backward()
+                results.append((found.counts["kernels"], found.counts["seconds"]))
+    return results
+
+
+def what_rloo_says(simulate, args, size):
+    """What it prints of memory on a GPU of so many GB."""
+    simulate.GPUS["H100"] = (size, *simulate.GPUS["A100"][1:])
+    args = replace(args, what="rloo", model="tiny", tokens=300)
+    return dict(simulate.run(args, ["--k", "2", "--max_new_tokens", "2"]))["said"]
 
 
 def memory_of_steps(simulate, args):
-    """Bytes of dpo.py's steps, before and at the peak; what memory_share said of GPUs of 80 GB; metrics.jsonl."""
+    """Bytes of dpo.py's steps, before and at the peak; what step_memory said of GPUs of 80 GB; metrics.jsonl."""
     shares, lines = [], []
-    memory_share, append = simulate.dpo.memory_share, simulate.dpo.append
-    simulate.dpo.memory_share = lambda *inputs: shares.append(memory_share(*inputs)) or shares[-1]
+    step_memory, append = simulate.dpo.step_memory, simulate.dpo.append
+
+    def remembered(*inputs):
+        memory = step_memory(*inputs)
+        shares.append(memory.used)
+        return memory
+
+    simulate.dpo.step_memory = remembered
     simulate.dpo.append = lambda path, new: lines.extend(new) or append(path, new)
 
     def step(size=80, checkpointing="auto", **changes):
@@ -58,6 +116,10 @@ def memory_of_steps(simulate, args):
 @pytest.fixture(scope="module")
 def found():
     """(script, phase) -> [(kernels, waits), ..] of its runs; and what was counted by hand."""
+    if torch.version.cuda:
+        pytest.skip("the simulated GPU takes the place of CUDA in a CPU build of torch")
+    if not shutil.which("g++"):
+        pytest.skip("needs g++")
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as fork:  # with everything imported
         result = fork.submit(count).result()
     phases = {}
@@ -74,6 +136,19 @@ def test_simulation_counts_what_a_hand_counts(found):
     assert "cuda:0" in found["error"] and "cpu" in found["error"]
 
 
+def test_graph_is_counted_once_and_repeated(found):
+    graph = found["graph"]
+    assert graph["counts"]["kernels"] == 1 + 2 and graph["waits"] == ["capture"]  # torch.ones, then two products
+    assert graph["peak"] == 2 * 4 * 4096 ** 2
+    assert "synchronizing" in graph["error"] and graph["refused"] == ["_local_scalar_dense"]
+
+
+def test_compiled_function_reads_and_writes_once(found):
+    (few, slow), (few_back, slow_back), (forward, seconds), (backward, seconds_back) = found["compiled"]
+    assert (few, forward) == (3, 2) and seconds == pytest.approx(slow / 2)  # 3 of 6 passes over the numbers
+    assert backward < few_back and seconds_back < slow_back / 2
+
+
 def test_memory_is_said_and_saved_where_it_is_short(found):
     off, on, _, large, small, forced = found["peaks"]
     assert on == small < off == large == forced, "auto: from 85 % of the GPU on"
@@ -86,8 +161,8 @@ def test_memory_is_said_and_saved_where_it_is_short(found):
 
 @pytest.mark.parametrize("script, phase, most", [
     ("dpo", "run_batch", 1), ("dpo", "score", 1), ("dpo", "step", 5), ("kto", "score", 1),
-    ("kto", "run_batch", 2), ("kto", "step", 3), ("rloo", "score_reference", 2), ("rloo", "run_batch", 2),
-    ("rloo", "rollout", 10)])
+    ("kto", "run_batch", 2), ("kto", "step", 3), ("rloo", "score_reference", 0), ("rloo", "run_batch", 2),
+    ("rloo", "rollout", 8), ("rloo", "graph of a token", 0)])
 def test_waits_for_the_gpu(script, phase, most, found):
     """Each wait costs time; without one, the CPU would read copies that are not complete."""
     assert max(waits for _, waits in found["phases"][script, phase]) == most
@@ -101,3 +176,58 @@ def test_no_kernel_per_row(found):
     assert many == few
     (few, _), (many, _) = phases["dpo", "run_batch"]
     assert many - few <= 6 * (large - small)  # the sums over each answer's tokens
+
+
+def test_reference_is_live_where_it_fits(found):
+    on_large, on_small = ("\n".join(said) for said in found["said"])
+    assert "--ref live" in on_large and "--ref swap" in on_small
+    assert "rollouts need" in on_large
+
+
+def record_with_fixed_addresses(core, step):
+    """rloo.record on a CPU: repeats the step, and compares the addresses of all that it uses."""
+    def addresses():
+        cells = dict(zip(step.__code__.co_freevars, (cell.cell_contents for cell in step.__closure__)))
+        sample = cells["sample"]
+        cells |= zip(sample.__code__.co_freevars, (cell.cell_contents for cell in sample.__closure__))
+        layers = cells["cache"]["past_key_values"].layers
+        tensors = {name: cell for name, cell in cells.items() if isinstance(cell, torch.Tensor)} | cells["inputs"]
+        tensors |= {f"keys {i}": layer.keys for i, layer in enumerate(layers)}
+        tensors |= {f"values {i}": layer.values for i, layer in enumerate(layers)}
+        return {name: (tensor.data_ptr(), tensor.shape) for name, tensor in tensors.items()}
+
+    before = addresses()
+    assert {"rows", "alive", "tokens", "scores", "t", "u", "place", "input_ids", "keys 0"} <= before.keys()
+    repeats = []
+
+    def repeat():
+        step()
+        repeats.append(addresses())
+        assert repeats[-1] == before
+
+    RECORDED.append(repeats)
+    repeat()
+    return repeat
+
+
+RECORDED = []  # for each recorded step its repetitions
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window-5", "gemma3-window-6"])
+def test_recorded_steps_stay_at_their_addresses(name, monkeypatch):
+    """A CUDA graph would read and write the old ones. The tokens are those of the way of a CPU."""
+    model = ready(name)
+    tokenizer = SimpleNamespace(eos_token_id=2, batch_decode=lambda ids, **_: ids)
+    prompts = [(5, 6, 7), (9,) * 17, (4, 3, 2, 11, 12, 8)]
+    args = rloo.Args(dtype="float32", max_new_tokens=50)
+    monkeypatch.setattr(rloo, "stop_tokens", lambda *_: [2, 3, 4, 5, 6])  # 5 of 97: half of the rows end soon
+    on_cpu = rloo.rollout(model, tokenizer, prompts, 6, 1, args)
+
+    monkeypatch.setattr(rloo, "can_record", has_shared_prompts)
+    monkeypatch.setattr(rloo, "record", record_with_fixed_addresses)
+    monkeypatch.setattr(rloo.FixedLayer, "n_read", property(lambda layer: layer.keys.shape[2]))
+    RECORDED.clear()
+    recorded = rloo.rollout(model, tokenizer, prompts, 6, 1, args)
+    assert recorded.groups == on_cpu.groups
+    assert (recorded.logps - on_cpu.logps).abs().max() < 1e-3
+    assert len(RECORDED) > 1 and max(map(len, RECORDED)) > 10  # also after rows have ended
