@@ -175,7 +175,8 @@ def test_policy_and_reference_in_4_bits_are_equal_at_step_1(name):
     bitsandbytes, _ = map(pytest.importorskip, ("bitsandbytes", "peft"))
     history, args = run(name, steps=2, lora_r=4, dtype="bfloat16")
     layers = changed(name).load_model(args.model, "cpu", args, trains=True).modules()
-    assert any(isinstance(layer, bitsandbytes.nn.Linear4bit) for layer in layers)
+    quantized = [layer for layer in layers if isinstance(layer, bitsandbytes.nn.Linear4bit)]
+    assert quantized and all(layer.weight.quant_state.quant_type == "nf4" for layer in quantized)
     difference = {"load_in_4bit": "logratio", "sft+load_in_4bit": "logratio", "grpo+load_in_4bit": "kl"}[name]
     assert abs(history[1][difference]) <= 1e-6 and history[2]["grad_norm"] > 0
 
