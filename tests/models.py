@@ -20,9 +20,7 @@ GEMMA = dict(SMALL, head_dim=8, query_pre_attn_scalar=8)
 MODELS = {  # name -> (model type, config, whether its completions may share a prompt)
     "llama": ("llama", SMALL, True),
     "llama-tied": ("llama", dict(SMALL, tie_word_embeddings=True), True),
-    "qwen2": ("qwen2", SMALL, True),
     "qwen3": ("qwen3", dict(SMALL, head_dim=8), True),
-    "mistral": ("mistral", dict(SMALL, sliding_window=None), True),
     "mistral-window-5": ("mistral", dict(SMALL, sliding_window=5), True),
     "mistral-window-200": ("mistral", dict(SMALL, sliding_window=200), True),
     "gpt2": ("gpt2", GPT2, True),

@@ -106,10 +106,9 @@ def weights_of(folder):
 
 def same(one, two, tolerance=1e-5):
     """Whether two runs have the same metrics and the same saved weights, to rounding."""
-    for mine, theirs in zip(one.history, two.history, strict=True):
-        if mine != pytest.approx(theirs, abs=tolerance, rel=1e-4):
-            return False
-    return one.weights.keys() == two.weights.keys() and distance(one, two) < 2 * tolerance
+    close = [mine == pytest.approx(theirs, abs=tolerance, rel=1e-4)
+             for mine, theirs in zip(one.history, two.history, strict=True)]
+    return all(close) and one.weights.keys() == two.weights.keys() and distance(one, two) < 2 * tolerance
 
 
 def distance(one, two):

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from copy import deepcopy
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -118,11 +119,12 @@ def slow_run(script, args, begin):
 
     def kto_loss(batch):
         z = max(0.0, ratios(batch, "other").mean().item()) if batch[0].other else 0.0  # no gradient flows through z
-        losses = []
+        losses, rewards = [], {}
         for row, ratio in zip(batch, ratios(batch, "completion")):
             sign, weight = (1, args.desirable_weight) if row.is_desirable else (-1, args.undesirable_weight)
             losses.append(weight * (1 - torch.sigmoid(0.1 * (ratio - z) * sign)))
-        return sum(losses) / len(losses), {"kl": z}
+            rewards.setdefault("rewards/chosen" if row.is_desirable else "rewards/rejected", []).append(ratio.item())
+        return sum(losses) / len(losses), {"kl": z} | {name: 0.1 * np.mean(rewards[name]) for name in rewards}
 
     loss_of = dpo_loss if script == "dpo" else kto_loss
     for step in range(1, args.steps + 1):
