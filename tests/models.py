@@ -85,7 +85,7 @@ def probed(name):
 
 
 def ready(name):
-    """One of MODELS after enable_shared_prompts(), which probes it only once."""
+    """One of MODELS, which is probed only once."""
     model = deepcopy(probed(name))
     refcache.PROBED.add(model)
     return model

@@ -115,7 +115,7 @@ def test_fill_keeps_no_reference_to_the_model():
 
 
 def watched(seen, after=None):
-    """A model that adds the tokens of each forward to `seen`, and is interrupted before forward number `after`."""
+    """Loads a model that adds the tokens of each forward to `seen`, until it is interrupted before number `after`."""
     def hook(module, args):
         if len(seen) == after:
             raise KeyboardInterrupt
@@ -215,7 +215,7 @@ def refused(path):
 
 
 def forged(prompt=b"1234", logps=b"\0" * 4, pickled=None, **header):
-    """A file with a true checksum, which guards against damage, not against a forger."""
+    """A file with a true checksum."""
     pickled = pickled or pickle.dumps({prompt: {b"5678": logps}}, 4)
     header = ReferenceCache(**HEADER).header | header | dict(sha256=hashlib.sha256(pickled).hexdigest())
     return refcache.json.dumps(header).encode() + b"\n" + pickled
@@ -285,7 +285,7 @@ def test_digest_of_an_adapter(tmp_path):
 
 
 def test_checkpoint_without_safetensors_has_no_digest(tmp_path):
-    """Else all checkpoints of an architecture would have the same digest, and use each other's caches."""
+    """Else all checkpoints of an architecture would use each other's caches."""
     make("llama").config.save_pretrained(tmp_path)
     with pytest.raises(BadInput, match="safetensors"):
         checkpoint_digest(tmp_path)

@@ -45,8 +45,6 @@ def use_attention(monkeypatch, function):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, attention)
 
 
-# --- values and gradients
-
 @pytest.mark.parametrize("name", slow_but(QUICK, MODELS))
 def test_shared_rows_equal_one_forward_per_sequence(name):
     model = ready(name)
@@ -62,7 +60,6 @@ def test_size_of_the_head_chunks_changes_memory_only(name, monkeypatch):
 
 
 def test_bfloat16_head_gradient_is_as_exact_in_64_chunks(monkeypatch):
-    """Sums of bfloat16 numbers would have three times the error."""
     groups = [((5 + i,), [tuple(range(i + 1, i + 33))]) for i in range(32)]  # 1,024 completion tokens
 
     def head_gradient(dtype, chunks):
@@ -90,8 +87,6 @@ def test_adapters_of_the_head_are_exact(name, place):
     assert refcache.unwrap_model(model) is model.get_base_model()
 
 
-# --- memory
-
 @pytest.mark.parametrize("name, at_once, rows", [("llama", 28, [28]), ("gemma2-softcaps", 27, [27, 1])])
 def test_head_sees_completion_tokens_in_chunks(name, at_once, rows, monkeypatch):
     model = ready(name)
@@ -109,8 +104,6 @@ def test_pack_by_hand():
     assert pack([3, 9, 4], budget=18, rows=[1, 1, 1]) == [[1, 2], [0]]  # a row of 4 tokens is padded to 9
     assert pack([3, 9], budget=18, rows=[2, 1]) == [[1], [0]]  # 2 rows are padded to 9, but 9 tokens are left
 
-
-# --- one kernel for all spans: the CUDA path
 
 class Kernel:
     """varlen_attn in plain torch, with what the CUDA kernel demands. `extra` widens its window, which is wrong."""
@@ -169,8 +162,6 @@ def test_kernel_serves_what_flash_attention_can(serves, changes, monkeypatch):
     assert one_kernel_serves(query, query) == serves
     assert not one_kernel_serves(query, SimpleNamespace(shape=[128]))
 
-
-# --- what a model can do
 
 def test_attention_that_is_slightly_off_gets_padded_rows(monkeypatch):
     use_attention(monkeypatch, lambda shared, *args, spans=None, **kwargs: (

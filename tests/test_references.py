@@ -67,7 +67,6 @@ def test_bfloat16_policy_rounds_like_its_reference(name):
 
 @needs_peft
 def test_frozen_base_of_an_adapter_is_not_copied():
-    """FSDP2 would copy it, layer by layer, and all of it while a rollout is sampled."""
     policy = load(trains=True, dtype="bfloat16", lora_r=4)
     for name, weight in policy.named_parameters():
         assert isinstance(weight, DTensor) == weight.requires_grad == ("lora_" in name)
