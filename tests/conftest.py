@@ -13,21 +13,20 @@ sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 
 
 def pytest_configure(config):
-    """Hides the GPU without `-m gpu`, also from processes that tests start: they compare with numbers of a CPU."""
+    """Hides the GPU without `-m gpu`, also from processes that tests start."""
     if "gpu" not in config.option.markexpr.replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that fork come first: threads of bfloat16 may hang a fork; a GPU is simulated only before any backward."""
+    """Tests that fork come first: threads may hang a fork, and a GPU is simulated only before any backward."""
     first = ["test_simulate.py", "test_processes.py", "test_resume.py"]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """peft imports bitsandbytes, which compiles functions that no test calls: the compiler takes long to import. So
-    does a search for garbage among all that is imported."""
+    """Saves seconds: bitsandbytes would import the compiler, and searches for garbage would see all imports."""
     import torch
     gc.set_threshold(100_000)
     with pytest.MonkeyPatch.context() as patch:
@@ -51,14 +50,11 @@ def remembered(function, folder_at, copy):
 
 @pytest.fixture(autouse=True, scope="session")
 def each_model_is_loaded_and_probed_once():
-    """A run of three steps would spend most of its time on loading and probing the same tiny model twice. Only the
-    scripts' own calls are remembered, not those of tests of the probe."""
+    """A short run would spend most of its time on that. Tests of the probe call it anew."""
     import dpo
     import kto
     import refcache
     import rloo
-    import torch
-    from huggingface_hub import ModelCard
     load, enable, probe, tokenizers = dpo.load_checkpoint, dpo.enable_shared_prompts, refcache.probe, dpo.AutoTokenizer
     probed = {}
 
@@ -82,11 +78,7 @@ def each_model_is_loaded_and_probed_once():
         for script in (dpo, kto, rloo):
             for name, function in replaced.items():
                 patch.setattr(script, name, function)
-        if not torch.cuda.is_available():
-            for device in (torch.cuda, torch.xpu, torch.mtia):  # each seed would keep a traceback for them
-                patch.setattr(device, "manual_seed_all", lambda seed: None)
         patch.setattr(os, "fsync", lambda file: None)  # it would wait for the files of other processes, too
-        patch.setattr(ModelCard, "from_template", lambda *_: ModelCard("---\n{}\n---"))  # adapters' README.md: slow
         yield
 
 
@@ -99,7 +91,7 @@ def quick_garbage_collection():
 
 @pytest.fixture(autouse=True)
 def no_process_group_stays():
-    """Training in bfloat16 splits a model over a group of one process: main() ends that, load_model does not."""
+    """Training in bfloat16 makes a process group, which load_model leaves behind."""
     import torch.distributed as dist
     yield
     if dist.is_initialized():

@@ -20,9 +20,7 @@ GEMMA = dict(SMALL, head_dim=8, query_pre_attn_scalar=8)
 MODELS = {  # name -> (model type, config, whether its completions may share a prompt)
     "llama": ("llama", SMALL, True),
     "llama-tied": ("llama", dict(SMALL, tie_word_embeddings=True), True),
-    "qwen2": ("qwen2", SMALL, True),
     "qwen3": ("qwen3", dict(SMALL, head_dim=8), True),
-    "mistral": ("mistral", dict(SMALL, sliding_window=None), True),
     "mistral-window-5": ("mistral", dict(SMALL, sliding_window=5), True),
     "mistral-window-200": ("mistral", dict(SMALL, sliding_window=200), True),
     "gpt2": ("gpt2", GPT2, True),
@@ -40,15 +38,12 @@ MODELS = {  # name -> (model type, config, whether its completions may share a p
     "mamba": ("mamba", dict(TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8), False),
     "bloom-alibi": ("bloom", dict(TOKENS, hidden_size=32, n_layer=2, n_head=4), False),
     "falcon": ("falcon", SMALL, False),
-    "stablelm": ("stablelm", SMALL, False),  # takes the attention function, but does not pass all keywords to it
+    "stablelm": ("stablelm", SMALL, False),  # does not pass all keywords to the attention function
 }
 
-ROUNDING = {  # families with float32 inputs of layers, or with weights that stay float32: name -> (model type, config)
-    "olmo": ("olmo", SMALL),
+ROUNDING = {  # families with float32 inputs of layers, or with weights that stay float32
     "olmo2": ("olmo2", SMALL),
-    "olmo3": ("olmo3", SMALL),
     "flex-olmo": ("flex_olmo", dict(SMALL, num_experts=4, num_experts_per_tok=2)),
-    "ernie": ("ernie4_5", SMALL),
     "ernie-moe-float32-router": ("ernie4_5_moe", dict(
         SMALL, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_num_shared_experts=1,
         moe_layer_start_index=0)),
@@ -90,14 +85,14 @@ def probed(name):
 
 
 def ready(name):
-    """One of MODELS after enable_shared_prompts(), which probes it only once."""
+    """One of MODELS, which is probed only once."""
     model = deepcopy(probed(name))
     refcache.PROBED.add(model)
     return model
 
 
 def build(model_type, config, seed=0, attention=None):
-    """A model in eval mode, with random weights so large that every token matters."""
+    """Random weights, so large that every token matters."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

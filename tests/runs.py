@@ -27,7 +27,7 @@ RUNS = count()
 FOLDER = TemporaryDirectory()  # removed when the tests end
 SCRIPTS = {"dpo": dpo, "kto": kto, "rloo": rloo}
 FILES = {"dpo": "pairs", "kto": "feedback", "rloo": "prompts"}
-LORA = dict(lora_r=4, lora_alpha=32.0, lr=2e-2)  # a high rate, so that a few steps change the model visibly
+LORA = dict(lora_r=4, lora_alpha=32.0, lr=2e-2)  # a few steps change the model visibly
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 BOTH = pytest.mark.parametrize("script", ["dpo", "kto"])
 EACH = pytest.mark.parametrize("script", SCRIPTS)
@@ -55,7 +55,7 @@ def tiny(seed=0):
 
 @cache
 def data(script):
-    """The first rows of the demo's data: a file to train on, and a file to evaluate."""
+    """The demo's first rows: a file to train on, and one to evaluate."""
     lines = (ROOT / f"demo/{FILES[script]}.jsonl").read_text().splitlines(keepends=True)
     paths = f"{FOLDER.name}/{script}_train.jsonl", f"{FOLDER.name}/{script}_eval.jsonl"
     for path, part in zip(paths, (lines[:12], lines[12:15])):
@@ -64,7 +64,7 @@ def data(script):
 
 
 def arguments(script="dpo", **changes):
-    """The arguments of a short run, with an output folder that is not there yet."""
+    """The arguments of a short run, with an output folder of its own."""
     train, held_out = data(script)
     flags = dict(model=tiny(), data=train, eval_data=held_out, out=f"{FOLDER.name}/out{next(RUNS)}", steps=3,
                  batch_size=3, lr=3e-3, warmup=0.0, save_every=0)
@@ -106,10 +106,9 @@ def weights_of(folder):
 
 def same(one, two, tolerance=1e-5):
     """Whether two runs have the same metrics and the same saved weights, to rounding."""
-    for mine, theirs in zip(one.history, two.history, strict=True):
-        if mine != pytest.approx(theirs, abs=tolerance, rel=1e-4):
-            return False
-    return one.weights.keys() == two.weights.keys() and distance(one, two) < 2 * tolerance
+    close = [mine == pytest.approx(theirs, abs=tolerance, rel=1e-4)
+             for mine, theirs in zip(one.history, two.history, strict=True)]
+    return all(close) and one.weights.keys() == two.weights.keys() and distance(one, two) < 2 * tolerance
 
 
 def distance(one, two):

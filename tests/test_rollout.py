@@ -27,9 +27,7 @@ QUICK = {"llama", "gpt2", "mistral-window-5", "gemma3-window-6", "mamba", "minim
 
 def model_of(name):
     """A model as load_model leaves it."""
-    if name in MODELS:
-        return ready(name)
-    model = build(name, CACHES[name])
+    model = ready(name) if name in MODELS else build(name, CACHES[name])
     enable_shared_prompts(model)
     return model
 
@@ -80,14 +78,11 @@ def test_long_samples_are_exact(name, monkeypatch):
     check_tokens(model, samples, args)
 
 
-def test_tokens_are_drawn_as_often_as_they_are_probable():
-    """And those of probability 0 never."""
-    truth = tensor([0.0, 0.4, 0.05, 0.25, 0.3, 0.0])
-    grid = torch.linspace(0, 1 - 2.0**-53, 1000, dtype=torch.float64)
-    tokens, _, entropy = draw(truth.log().expand(1000, -1), grid)
-    found = torch.bincount(tokens, minlength=6) / 1000
-    assert torch.allclose(found, truth, atol=3e-3) and not found[[0, 5]].any()
-    assert torch.allclose(entropy, torch.special.entr(truth).sum(), atol=1e-4)
+def test_tokens_of_probability_0_are_never_drawn():
+    probs = tensor([0.0, 0.4, 0.6, 0.0])
+    tokens, _, entropy = draw(probs.log().expand(2, -1), tensor([0, 1 - 2.0**-53], dtype=torch.float64))
+    assert tokens.tolist() == [1, 2]
+    assert torch.allclose(entropy, torch.special.entr(probs).sum())
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba"])
@@ -97,7 +92,6 @@ def test_samples_do_not_depend_on_the_batch(name):
     first = roll(model, args).groups
     for tokens in (1, 130):
         assert roll(model, replace(args, rollout_tokens=tokens)).groups == first
-    assert roll(model, args, PROMPTS[:1]).groups == first[:1]
     assert roll(model, args, [PROMPTS[0], (40,) * 60, PROMPTS[2]]).groups[::2] == first[:3:2]
     assert roll(model, replace(args, seed=1)).groups != first != roll(model, args, step=2).groups
     assert all(len(set(ys)) == 4 for _, ys in first)

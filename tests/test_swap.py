@@ -11,24 +11,18 @@ from torch import tensor
 from torch.distributed.tensor import DTensor
 
 import refcache
-from refcache import BadInput, Swap, check_agreement, full_tensor, log_ratios, shard, unsharded
+from refcache import BadInput, Swap, check_agreement, log_ratios, shard, unsharded
 
 IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
-
-
-@torch.no_grad()
-def move(model):
-    for weight in model.state_dict(keep_vars=True).values():
-        if weight.requires_grad or not isinstance(weight, torch.nn.Parameter):
-            weight.add_(torch.randn_like(weight) * 0.1)
-    return model
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "glm4-moe-buffer"])
 @pytest.mark.parametrize("raises", [False, True])
 def test_swap_is_bitwise_equal_in_and_out_also_of_frozen_weights(name, raises):
     policy = make(name, 1)
-    reference = move(make(name, 2))
+    reference = make(name, 2)
+    for values in reference.state_dict().values():  # buffers, too
+        values.add_(1)
     policy.get_input_embeddings().requires_grad_(False)
     before = deepcopy(policy.state_dict())
     swap = Swap(policy, reference)
@@ -39,17 +33,7 @@ def test_swap_is_bitwise_equal_in_and_out_also_of_frozen_weights(name, raises):
     assert equal(policy.state_dict(), before)
 
 
-def test_swap_holds_one_copy_on_the_host():
-    policy = make("llama-tied", 1)
-    swap = Swap(policy, make("llama-tied", 2))
-    for context in (nullcontext(), swap):
-        with context:
-            held = {tensor.data_ptr(): tensor.numel() for pair in swap.weights.values() for tensor in pair}
-            on_host = held.keys() - {p.data_ptr() for p in policy.parameters()}
-            assert sum(held[place] for place in on_host) == policy.num_parameters()
-
-
-@pytest.mark.parametrize("other, changes", [("llama-tied", {}), ("mistral", {}), ("llama", dict(rms_norm_eps=1e-3))])
+@pytest.mark.parametrize("other, changes", [("llama-tied", {}), ("qwen3", {}), ("llama", dict(rms_norm_eps=1e-3))])
 def test_reference_that_is_built_differently_is_refused(other, changes):
     for models in permutations([make("llama"), make(other, **changes)]):
         with pytest.raises(BadInput, match="policy in"):
@@ -61,17 +45,6 @@ def test_differences_that_change_no_log_prob_are_accepted():
     reference.config._name_or_path = "elsewhere"
     with Swap(make("llama", 1), reference) as model:
         assert torch.equal(model(IDS).logits, reference(IDS).logits)
-
-
-def test_state_dict_is_sharded_like_the_policy():
-    policy = make("llama", 1)
-    shard(policy, "cpu", "bfloat16")  # over one process, whose shards are whole tensors
-    state = Swap(policy).state_dict()
-    assert all(isinstance(x, DTensor) and x.placements == policy.lm_head.weight.placements for x in state.values())
-    swap = Swap(move(policy))
-    swap.load_state_dict(state)
-    with swap:
-        assert torch.equal(full_tensor(policy.lm_head.weight), make("llama", 1).lm_head.weight)
 
 
 def test_unsharded_model_has_no_hooks_and_the_same_logits():
@@ -88,12 +61,6 @@ def test_unsharded_model_has_no_hooks_and_the_same_logits():
     assert hooks() == before and sum(before) == 6
     assert torch.equal(policy(IDS).logits, logits)
     assert all(isinstance(p, DTensor) for p in policy.parameters())
-
-
-def test_state_of_another_shape_is_refused():
-    swap = Swap(make("llama"))
-    with pytest.raises(RuntimeError):
-        swap.load_state_dict(swap.state_dict() | {"lm_head.weight": torch.zeros(1, 32)})  # it would broadcast
 
 
 KNOWN = {((5, 9), (60, 12, 7)): np.float32([-1.5, -4.0, 0.0]), ((5, 9), (8,)): np.float32([-0.5])}
