@@ -4,10 +4,12 @@ The code is the same text in every script (tests/test_scripts.py), so most of it
 """
 import csv
 import gzip
+import io
 import json
 import re
 import runpy
 import sys
+from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,8 +62,11 @@ def said(text, role="assistant"):
     return [{"role": role, "content": text}]
 
 
-def chat(prompt="q", chosen="a", rejected="b"):
-    return dict(prompt=said(prompt, "user"), chosen=said(chosen), rejected=said(rejected))
+BRIEF = said("Be brief.", "system")
+
+
+def chat(prompt="q", chosen="a", rejected="b", system=()):
+    return dict(prompt=[*system, *said(prompt, "user")], chosen=said(chosen), rejected=said(rejected))
 
 
 def byte_level(front=(), back=(), **tokens):
@@ -95,19 +100,15 @@ def test_strings_end_with_one_eos_token(load):
         load([TEXT], byte_level(eos_token=None))
 
 
-def test_pairs_without_a_prompt(load):
+def test_prompts_may_stand_in_the_answers_too_or_only_there(load):
     named = dict(prompt="The tea was", chosen=" warm.", rejected=" bad.")  # no space ends the prompt
-    messages = dict(chosen=PROMPT + CHOSEN, rejected=PROMPT + REJECTED)
-    for shared, row in ((NO_PROMPT, named), (messages, CHATS[0])):
-        assert load([shared])[0][:3] == load([row])[0][:3]
-
-
-def test_whole_conversations(load):
+    assert load([NO_PROMPT])[0][:3] == load([named])[0][:3]
     expected = load(CHATS[:1])[0][:3]
-    for prompt in (PROMPT, PROMPT[0]["content"]):
-        for before in ([], PROMPT):
+    for prompt, before in product((PROMPT, PROMPT[0]["content"], None), ([], PROMPT)):
+        if prompt or before:
             row, = load([dict(prompt=prompt, chosen=before + CHOSEN, rejected=before + REJECTED)])
             assert row[:3] == expected
+        if prompt:
             row, = load([dict(prompt=prompt, completion=before + CHOSEN, label=True)], script=kto)
             assert row[:2] == expected[:2]
 
@@ -150,14 +151,14 @@ def prepare(folder, rows, source="strings.jsonl", target="messages.jsonl"):
 
 
 def test_strings_become_messages_for_each_script(load, tmp_path):
-    pair = dict(prompt="How was it?", chosen=" Good. ", rejected="Bad.", id=7)
-    rated = dict(prompt="How was it?", completion="Good.", label=False)
-    expected = chat("How was it?", "Good.", "Bad.")
-    assert prepare(tmp_path, [pair]) == [expected | dict(id=7)]
-    assert prepare(tmp_path, [rated]) == [dict(rated, prompt=expected["prompt"], completion=expected["chosen"])]
-    assert prepare(tmp_path, [dict(prompt="How was it?")]) == [dict(prompt=expected["prompt"])]
-    for rows, script in (([pair], dpo), ([rated], kto), ([dict(prompt="How was it?")], rloo)):
-        assert load(prepare(tmp_path, rows), script=script)
+    question = dict(prompt="How was it?", id=7)
+    pair, rated = dict(chosen=" Good. ", rejected="Bad."), dict(completion="Good.", label=False)
+    messages = chat("How was it?", "Good.", "Bad.")
+    for row, script, expected in (
+            (pair, dpo, messages), (rated, kto, rated | dict(completion=messages["chosen"])), ({}, rloo, {})):
+        rows = prepare(tmp_path, [question | row])
+        assert rows == [question | expected | dict(prompt=messages["prompt"])]
+        assert load(rows, script=script)
 
 
 def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
@@ -176,10 +177,9 @@ def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
 @pytest.mark.parametrize("bad", [
     dict(prompt="q", chosen=said("a"), rejected=said("b")), dict(chosen="a", rejected="b"), dict(question="q"), [1]])
 def test_a_row_without_strings_is_named_and_nothing_is_written(tmp_path, bad):
-    for rows in ([TEXT, bad, TEXT], [TEXT, TEXT, bad]):
-        with pytest.raises(SystemExit, match=rf"strings.jsonl:{1 + 2 * rows.index(bad)}: .*expected strings"):
-            prepare(tmp_path, rows)
-        assert [file.name for file in tmp_path.iterdir()] == ["strings.jsonl"]
+    with pytest.raises(SystemExit, match="strings.jsonl:3: .*expected strings"):
+        prepare(tmp_path, [TEXT, bad])
+    assert [file.name for file in tmp_path.iterdir()] == ["strings.jsonl"]
 
 
 # --- The boundary between prompt and answer
@@ -203,23 +203,25 @@ R1 = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assis
      "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}" \
      "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 SHAPES = [  # template, what it makes of an answer, and of spaces around it, whether the prompt reads differently
-    (CHATML, "{}<|im_end|>\n", " Warm. ", False), (LLAMA3, "{}<|eot_id|>\n", "Warm.", False),
-    (QWEN3, NOTHING + "{}<|im_end|>\n", " Warm. ", False),
+    (LLAMA3, "{}<|eot_id|>\n", "Warm.", False), (QWEN3, NOTHING + "{}<|im_end|>\n", " Warm. ", False),
     (QWEN3.replace("assistant\n", "assistant\n" + NOTHING), "{}<|im_end|>\n", " Warm. ", False),
-    (MISTRAL, " {}</s>", "Warm.", True), (R1, "{}</s>", " Warm. ", True),
-    (R1.replace("<think>\n", "Well, ").replace("{{ eos_token }}", ""), "{}", " Warm. ", True)]
+    (MISTRAL, " {}</s>", "Warm.", True), (R1, "{}</s>", " Warm. ", True)]
 
 
 @pytest.mark.parametrize("template, trained, spaced, differs", SHAPES)
-def test_templates_give_the_prompts_of_rloo(load, capsys, template, trained, spaced, differs):
-    tokenizer = byte_level(chat_template=template)
-    prompt = said("Be brief.", "system") + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
+def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, template, trained, spaced, differs):
+    tokenizer = byte_level(["<s>"], chat_template=template)
+    prompt = BRIEF + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
     pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt, s also in </s>
     rows = load([pair, pair | dict(chosen=said(" Warm. "))], tokenizer)
-    assert ("; 4 answers whose prompt the template changes" in capsys.readouterr().out) == differs
+    printed = capsys.readouterr().out
+    assert ("; 4 answers whose prompt the template changes" in printed) == differs
+    assert "changes a message of the prompt" not in printed
+
     sampled, = load([pair], tokenizer, rloo)
     assert {row.prompt for row in rows} == {sampled.prompt}
-    assert tokenizer.decode(sampled.prompt).count("Be brief.") == 1
+    text = tokenizer.decode(sampled.prompt)
+    assert text.count("Be brief.") == 1 and text.count("<s>") == template.count("bos_token")
     for row, answer in zip(rows, ("Warm.", spaced), strict=True):
         assert decode(row, tokenizer)[1:] == [trained.format(answer), trained.format("s")]
 
@@ -234,20 +236,16 @@ def test_answer_with_more_than_words_needs_a_template_that_keeps_its_prompt(load
     """What a template renders before the words of an answer, such as a tool call, would be lost."""
     row = chat()
     row["chosen"][0]["reasoning_content"] = "Hm."
-    thinks = "<{{ m.role }}>{{ m.reasoning_content }}"
-    plain = PLAIN.replace("<{{ m.role }}>", thinks)
+    plain = PLAIN.replace("m.role }}>", "m.role }}>{{ m.reasoning_content }}")
     assert texts(row, byte_level(chat_template=plain)) == ["<user>q<assistant>", "Hm.a", "b"]
     with pytest.raises(BadInput, match="jsonl:1: .*more than role and content"):
-        load([dict(row, prompt=said("Be brief.", "system") + row["prompt"])], byte_level(chat_template=R1))
+        load([row], byte_level(chat_template=R1))
 
 
-@pytest.mark.parametrize("template, is_changed", [
-    (PLAIN, False), (PLAIN.replace("messages %}", "messages if m.role != 'system' %}"), True)])
-def test_prompts_whose_template_leaves_out_a_message_are_counted(load, capsys, template, is_changed):
-    row = chat()
-    row["prompt"] = said("Be brief.", "system") + row["prompt"]
-    load([row], byte_level(chat_template=template))
-    assert ("; 1 whose template changes a message of the prompt" in capsys.readouterr().out) == is_changed
+def test_prompts_whose_template_leaves_out_a_message_are_counted(load, capsys):
+    template = PLAIN.replace("messages %}", "messages if m.role != 'system' %}")
+    load([chat(system=BRIEF)], byte_level(chat_template=template))
+    assert "; 1 whose template changes a message of the prompt" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("template", [None, "{{ raise_exception('no such role') }}", "{{ messages[0].content }}"])
@@ -267,29 +265,16 @@ def test_text_gets_one_bos_and_one_eos(texts, beginning, tokenizer):
         assert texts(row, tokenizer) == [prompt, " was warm.</s>", " was bad.</s>"]
 
 
-@pytest.mark.parametrize("beginning", ["", "<s>"])
-def test_a_chat_gets_no_bos_beyond_its_template(texts, beginning):
-    tokenizer = byte_level(["<s>"], chat_template=beginning + PLAIN)
-    assert texts(chat(), tokenizer) == [beginning + "<user>q<assistant>", "a", "b"]
-
-
-def test_many_rows_are_tokenized_as_alone(load, capsys):
-    numbers = range(1500)
-    rows = load([dict(prompt=f"The tea {n}", chosen=f" was {n}.", rejected=f" is {n}.") for n in numbers])
-    assert "100%" in capsys.readouterr().err
-    assert [decode(row) for row in rows] == [[f"The tea {n}", f" was {n}.{END}", f" is {n}.{END}"] for n in numbers]
-
-
 @pytest.mark.parametrize("script", [dpo, kto])
 def test_rows_are_divided_by_whole_prompts(load, script, tmp_path):
     """Not by their tokens: the last one of a prompt may merge with one answer, and not with another."""
     rows = [dict(prompt=f"The tea {i} wa", chosen=f"{end} warm {i}.", rejected=f"{end} bad {i}.")
             for i in range(40) for end in ("s", ",")]
     loaded = load(rows, script=script)
-    assert len({row.prompt for row in loaded}) == 80 and len({row.whole_prompt for row in loaded}) == 40
+    assert len({row.prompt for row in loaded}) == 80
     train_rows, held_out = script.load_data(TOKENIZER, script.Args(data=f"{tmp_path}/rows.jsonl"))
     train_prompts, held_out_prompts = ({row.whole_prompt for row in some} for some in (train_rows, held_out))
-    assert len(held_out_prompts) == 4 and not train_prompts & held_out_prompts
+    assert len(held_out_prompts) == 4 and len(train_prompts) == 36 and not train_prompts & held_out_prompts
     assert len(train_rows) + len(held_out) == len(loaded)
     if script is kto:
         for row in kto.draw_others(loaded, loaded, kto.Args()):
@@ -297,21 +282,13 @@ def test_rows_are_divided_by_whole_prompts(load, script, tmp_path):
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted(load, tmp_path, capsys):
-    load(CHATS)
+    load([TEXT, TEXT])
     path = f"{tmp_path}/rows.jsonl"
-    _, held_out = dpo.load_data(TOKENIZER, dpo.Args(data=path, eval_data=path))
-    assert len(held_out) == 12 and f"{len({row.whole_prompt for row in held_out})} held-out prompts are trained on" in (
-        capsys.readouterr().out)
-    _, held_out = dpo.load_data(TOKENIZER, dpo.Args(data=path, eval_size=0))
-    assert not held_out and "0 held out: nothing is evaluated" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("bad", [dict(TEXT, chosen="a\ud800"), {f"column {i}": i for i in range(100_000)}], ids=[
-    "a lone surrogate", "many columns"])
-def test_sentence_about_a_bad_row_names_its_line_and_is_short(load, bad):
-    with pytest.raises(BadInput, match="rows.jsonl:2: ") as error:
-        load([TEXT, bad])
-    assert len(str(error.value)) < 1000
+    dpo.load_data(TOKENIZER, dpo.Args(data=path, eval_data=path))
+    dpo.load_data(TOKENIZER, dpo.Args(data=path, eval_size=0))
+    printed = capsys.readouterr()
+    assert "1 held-out prompts are trained on" in printed.out and "2 held out\n" in printed.out
+    assert "0 held out: nothing is evaluated" in printed.out and "tokenize: 100%" in printed.err
 
 
 # --- Rows that are left out
@@ -323,8 +300,6 @@ def test_long_rows_are_dropped_and_counted(load, capsys):
     assert len(load(rows, max_length=limit)) == 19
     assert re.search(rf"19 of 20 rows.*1 dropped: longer than {limit} tokens", capsys.readouterr().out)
     assert len(load(rows, max_length=limit - 1)) == 18
-    with pytest.raises(BadInput, match="1 of 20 rows; 19 dropped: longer than 6 tokens: too few rows"):
-        load(rows, max_length=limit - 18)
 
 
 @pytest.mark.parametrize("good, bad, words", [
@@ -334,20 +309,18 @@ def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, words):
     bad = good | bad
     assert len(load([good, bad, good, bad])) == 2
     assert re.search(rf"2 of 4 rows.*2 .*{words}", capsys.readouterr().out)
-    with pytest.raises(BadInput, match="rows.jsonl"):
-        load([good, bad, bad])  # more than half
+    with pytest.raises(BadInput, match=rf"rows.jsonl: 1 of 3 rows; 2 .*{words}.*: too few rows"):
+        load([good, bad, bad])
 
 
-def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
-    """But none that begins with a short prompt, and no single one."""
-    expected = [LONG, f" Warm.{END}", f" Cold.{END}"]
-    for prompt, chosen, rejected, is_repeated in (
-            (LONG, " Warm.", " Cold.", False), (LONG, LONG + " Warm.", LONG + " Cold.", True),
-            (LONG, " Warm.", LONG + " Cold.", False), ("Hello", "Hello! How are you?", "Hello you", False)):
-        found = texts(dict(prompt=prompt, chosen=chosen, rejected=rejected))
-        whole = [prompt + chosen + END, prompt + rejected + END]
-        assert found == expected if is_repeated else [found[0] + answer for answer in found[1:]] == whole
-        assert ("; 1 with answers that repeat the prompt" in capsys.readouterr().out) == is_repeated
+@pytest.mark.parametrize("prompt, chosen, rejected, is_repeated", [
+    (LONG, LONG + " Warm.", LONG + " Cold.", True), (LONG, " Warm.", LONG + " Cold.", False),
+    ("Hello", "Hello! How are you?", "Hello you", False)], ids=["both answers", "one answer", "a short prompt"])
+def test_answers_that_both_repeat_a_long_prompt_are_stripped(texts, capsys, prompt, chosen, rejected, is_repeated):
+    prompt_text, *answers = texts(dict(prompt=prompt, chosen=chosen, rejected=rejected))
+    expected = [chosen, rejected] if is_repeated else [prompt + chosen, prompt + rejected]
+    assert [prompt_text + answer for answer in answers] == [text + END for text in expected]
+    assert ("; 1 with answers that repeat the prompt" in capsys.readouterr().out) == is_repeated
 
 
 # --- Rows that are refused
@@ -357,10 +330,12 @@ def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
     (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"),
     (dict(TEXT, prompt=5), "expected"), ('{"prompt": ', ""),
     (dict(TEXT, chosen=json.dumps(said("a")[0])), "string"), (dict(TEXT, prompt=str(said("q"))), "string"),
-    (dict(TEXT, prompt=None), "prompt"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages")])
-def test_unreadable_rows_are_refused_by_name(load, bad, words):
-    with pytest.raises(BadInput, match=rf"rows.jsonl:3: .*{words}"):
+    (dict(TEXT, prompt=None), "prompt"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages"),
+    (dict(TEXT, chosen="a\ud800"), ""), ({f"column {i}": i for i in range(100_000)}, "expected")], ids=count())
+def test_unreadable_rows_are_refused_by_name_in_a_short_sentence(load, bad, words):
+    with pytest.raises(BadInput, match=rf"rows.jsonl:3: .*{words}") as error:
         load([TEXT, "", bad, TEXT, TEXT])
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("script, columns", [
@@ -369,13 +344,6 @@ def test_rows_are_told_which_columns_are_expected(load, script, columns):
     for row in (dict(question="q" * 300, answer="a"), dict(completion="a", label=1)):
         with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found .*{'.*'.join(row)}"):
             load([row], script=script)
-
-
-def test_other_files_are_told_what_is_read(load, monkeypatch):
-    """A misspelt name looks like one of the hub's."""
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(BadInput, match=r"rows.tsv: no .jsonl.*\(needs pyarrow\).*\(needs datasets\)"):
-        load(Path("rows.tsv"))
 
 
 def test_answers_of_another_role_are_refused(load):
@@ -387,8 +355,7 @@ def test_answers_of_another_role_are_refused(load):
 
 def test_answers_that_are_json_are_not_messages(texts):
     for chosen in ('[{"content": "tea", "temperature": [{"warm": true}]}]', '{"role": "cook"}'):
-        tokenizer = byte_level()
-        assert texts(dict(TEXT, chosen=chosen), tokenizer)[1] == chosen + "</s>"
+        assert texts(dict(TEXT, chosen=chosen), byte_level())[1] == chosen + "</s>"
 
 
 def test_labels(load):
@@ -416,41 +383,38 @@ def test_rows_of_a_pair_do_not_depend_on_each_other(load):
 ROWS = [dict(prompt=f"The tea, {n}", chosen=' was "warm",\r\nvery.', rejected=" was bad.", id="0070") for n in range(3)]
 
 
-def write_as(path, rows):
-    if path.suffix == ".gz":
-        plain = write_as(path.with_suffix(""), rows)
-        path.write_bytes(gzip.compress(plain.read_bytes()))
-        plain.unlink()
-    elif path.suffix == ".jsonl":  # with a byte order mark, CRLF and empty lines
-        path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(map(json.dumps, rows)).encode())
-    elif path.suffix == ".json":
-        lines = path.stem == "lines"  # as Dataset.to_json writes it
-        path.write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps(rows))
-    elif path.suffix == ".csv":
-        with open(path, "w", newline="") as file:
-            csv.writer(file).writerows([rows[0], *map(dict.values, rows)])
-    else:
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(arrow.Table.from_pylist(rows), path)
-    return path
+def content_of(name, rows):
+    if name.endswith(".gz"):
+        return gzip.compress(content_of(name.removesuffix(".gz"), rows))
+    if name.endswith(".csv"):
+        file = io.StringIO(newline="")
+        csv.writer(file).writerows([rows[0], *map(dict.values, rows)])
+        return file.getvalue().encode()
+    if name.endswith(".parquet"):
+        arrow, parquet, file = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet"), io.BytesIO()
+        parquet.write_table(arrow.Table.from_pylist(rows), file)
+        return file.getvalue()
+    if name == "a.json":
+        return json.dumps(rows).encode()
+    return b"\xef\xbb\xbf" + "\r\n\n".join(map(json.dumps, rows)).encode()  # a byte order mark and empty lines
 
 
-@pytest.mark.parametrize("name", [
-    "a.jsonl", "a.json", "lines.json", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "lines.json", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz"])
 def test_every_format_gives_the_same_rows(load, tmp_path, name):
-    loaded = load(write_as(tmp_path / name, ROWS), score="FILE:FUNCTION")
-    assert [row[:3] for row in loaded] == [row[:3] for row in load(ROWS)]
-    assert [row.columns for row in loaded] == ROWS
-    if "csv" not in name:
-        assert [row[:3] for row in load(write_as(tmp_path / name, CHATS))] == [row[:3] for row in load(CHATS)]
+    for rows in (ROWS, *[CHATS] * ("csv" not in name)):
+        (tmp_path / name).write_bytes(content_of(name, rows))
+        loaded = load(tmp_path / name, score="FILE:FUNCTION")
+        assert [row[:3] for row in loaded] == [row[:3] for row in load(rows)]
+        assert [row.columns for row in loaded] == rows
 
 
 @pytest.mark.parametrize("name, content", [
     ("no.jsonl", None), ("a.jsonl.gz", b"not compressed"), ("a.jsonl", b"\n"), ("a.json", b"\xff{"),
-    ("a.json", b'{"data": 1}'),
-    ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good, bad, and more\n"),  # a comma outside of quotes
-    ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good\n")])
-def test_bad_files_are_named(load, tmp_path, name, content):
+    ("a.json", b'{"data": 1}'), ("a.tsv: no .jsonl.*needs pyarrow.*needs datasets", b"prompt"),
+    ("a.csv:1", b"prompt,chosen,rejected\np, good, bad, and more\n"),  # a comma outside of quotes
+    ("a.csv:1", b"prompt,chosen,rejected\np, good\n")])
+def test_bad_files_are_named(load, tmp_path, monkeypatch, name, content):
+    monkeypatch.setitem(sys.modules, "datasets", None)
     path = tmp_path / name.partition(":")[0]
     if content:
         path.write_bytes(content)
@@ -459,9 +423,8 @@ def test_bad_files_are_named(load, tmp_path, name, content):
 
 
 @pytest.mark.parametrize("source, asked", [
-    ("some/data", ("some/data", "train")), ("some/data:test", ("some/data", "test")),
-    ("some/data:train[:9]", ("some/data", "train[:9]")), ("some/data:train[5:9]", ("some/data", "train[5:9]")),
-    ("some/data:en:test", ("some/data", "en", "test")), ("some/data:en:test[:5%]", ("some/data", "en", "test[:5%]"))])
+    ("some/data", ("some/data", "train")), ("some/data:train[5:9]", ("some/data", "train[5:9]")),
+    ("some/data:en:test", ("some/data", "en", "test"))])
 def test_hub_data_is_loaded_by_name_configuration_and_split(load, monkeypatch, source, asked):
     def load_dataset(*names, split):
         assert (*names, split) == asked
