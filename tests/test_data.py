@@ -138,13 +138,12 @@ def test_strings_beside_a_template_are_reported(load, capsys):
 
 # --- demo/prepare_chat.py
 
-def prepare(folder, rows, source="strings.jsonl", target="messages.jsonl"):
+def prepare(folder, rows, source="strings.jsonl"):
     """The rows that it makes of these."""
-    open_file = gzip.open if source.endswith(".gz") else open
-    with open_file(folder / source, "wt") as file:
+    with (gzip.open if source.endswith(".gz") else open)(folder / source, "wt") as file:
         file.write("\n\n".join(map(json.dumps, rows)))
-    runpy.run_path(str(ROOT / "demo/prepare_chat.py"))["main"](str(folder / source), str(folder / target))
-    return read(folder / target)
+    runpy.run_path(str(ROOT / "demo/prepare_chat.py"))["main"](str(folder / source), f"{folder}/messages.jsonl")
+    return read(folder / "messages.jsonl")
 
 
 def test_strings_become_messages_for_each_script(load, tmp_path):
@@ -170,7 +169,7 @@ def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("bad", [
-    dict(prompt="q", chosen=said("a"), rejected=said("b")), dict(chosen="a", rejected="b"), dict(question="q"), [1]])
+    dict(prompt="q", chosen=said("a"), rejected=said("b")), dict(chosen="a", rejected="b"), [1]])
 def test_a_row_without_strings_is_named_and_nothing_is_written(tmp_path, bad):
     with pytest.raises(SystemExit, match="strings.jsonl:3: .*expected strings"):
         prepare(tmp_path, [TEXT, bad])
@@ -181,9 +180,8 @@ def test_a_row_without_strings_is_named_and_nothing_is_written(tmp_path, bad):
 
 def test_token_across_the_boundary_moves_to_the_answers(load):
     row, = load([dict(prompt="The tea wa", chosen="s warm.", rejected="s bad.")])
-    for answer, text in ((row.chosen, "The tea was warm."), (row.rejected, "The tea was bad.")):
-        assert row.prompt + answer == tuple(TOKENIZER(text + END, add_special_tokens=False).input_ids)
-    assert decode(row)[0] == "The tea"
+    assert decode(row) == ["The tea", f" was warm.{END}", f" was bad.{END}"]
+    assert row.prompt + row.chosen == tuple(TOKENIZER(f"The tea was warm.{END}", add_special_tokens=False).input_ids)
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
@@ -221,20 +219,18 @@ def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, t
         assert decode(row, tokenizer)[1:] == [trained.format(answer), trained.format("s")]
 
 
-def test_template_that_strips_the_answer_is_refused(load):
-    bad = chat(chosen="<think>\nHm.\n</think>\n\nWarm.")
-    with pytest.raises(BadInput, match="jsonl:2: .*leaves out words"):
-        load([chat(), bad], byte_level(chat_template=R1))
+def test_what_a_template_renders_before_the_words_of_an_answer_is_trained(texts):
+    template = PLAIN.replace("m.role }}>", "m.role }}>{{ m.reasoning_content }}")
+    row = dict(chat(), chosen=[said("a")[0] | dict(reasoning_content="Hm.")])
+    assert texts(row, byte_level(chat_template=template)) == ["<user>q<assistant>", "Hm.a", "b"]
 
 
-def test_answer_with_more_than_words_needs_a_template_that_keeps_its_prompt(load, texts):
-    """What a template renders before the words of an answer, such as a tool call, would be lost."""
-    row = chat()
-    row["chosen"][0]["reasoning_content"] = "Hm."
-    plain = PLAIN.replace("m.role }}>", "m.role }}>{{ m.reasoning_content }}")
-    assert texts(row, byte_level(chat_template=plain)) == ["<user>q<assistant>", "Hm.a", "b"]
-    with pytest.raises(BadInput, match="jsonl:1: .*more than role and content"):
-        load([row], byte_level(chat_template=R1))
+@pytest.mark.parametrize("answer, words", [
+    (dict(content="a", reasoning_content="Hm."), "more than role and content"),
+    (dict(content="<think>\nHm.\n</think>\n\nWarm."), "leaves out words")])
+def test_answer_that_a_changed_prompt_would_lose_is_refused(load, answer, words):
+    with pytest.raises(BadInput, match=f"jsonl:2: .*{words}"):
+        load([chat(), dict(chat(), chosen=[said("")[0] | answer])], byte_level(chat_template=R1))
 
 
 def test_prompts_whose_template_leaves_out_a_message_are_counted(load, capsys):
@@ -243,18 +239,9 @@ def test_prompts_whose_template_leaves_out_a_message_are_counted(load, capsys):
     assert "; 1 whose template changes a message of the prompt" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("template", [None, "{{ raise_exception('no such role') }}", "{{ messages[0].content }}"])
-def test_broken_template_is_refused(load, template):
-    with pytest.raises(BadInput, match=r"rows.jsonl:1\b|rows.jsonl: 0 of 12 rows.*too few"):
-        load(CHATS, byte_level(chat_template=template))
-
-
 @pytest.mark.parametrize("beginning, tokenizer", [
     ("", byte_level(back=["</s>"])), ("<s><en>", byte_level(["<s>", "<en>"], ["</s>"])), ("", ByT5Tokenizer())])
 def test_text_gets_one_bos_and_one_eos(texts, beginning, tokenizer):
-    if tokenizer.is_fast:  # its file may ask for these
-        tokenizer.backend_tokenizer.enable_truncation(4)
-        tokenizer.backend_tokenizer.enable_padding()
     prompt = beginning + "The tea"
     for row in (TEXT, dict(TEXT, prompt=prompt)):
         assert texts(row, tokenizer) == [prompt, " was warm.</s>", " was bad.</s>"]
@@ -335,10 +322,9 @@ def test_unreadable_rows_are_refused_by_name_in_a_short_sentence(load, bad, word
 
 @pytest.mark.parametrize("script, columns", [
     (dpo, "prompt, chosen, rejected"), (kto, "prompt, completion, label"), (rloo, "prompt")])
-def test_rows_are_told_which_columns_are_expected(load, script, columns):
-    for row in (dict(question="q" * 300, answer="a"), dict(completion="a", label=1)):
-        with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found .*{'.*'.join(row)}"):
-            load([row], script=script)
+def test_sentence_says_which_columns_are_expected_and_found(load, script, columns):
+    with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found .*question.*answer"):
+        load([dict(question="q" * 300, answer="a")], script=script)
 
 
 def test_answers_of_another_role_are_refused(load):
@@ -416,16 +402,13 @@ def test_bad_files_are_named(load, tmp_path, monkeypatch, name, content):
         load(path)
 
 
-@pytest.mark.parametrize("source, asked", [
-    ("some/data", ("some/data", "train")), ("some/data:train[5:9]", ("some/data", "train[5:9]")),
-    ("some/data:en:test", ("some/data", "en", "test"))])
-def test_hub_data_is_loaded_by_name_configuration_and_split(load, monkeypatch, source, asked):
-    def load_dataset(*names, split):
-        assert (*names, split) == asked
-        return CHATS
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert len(load(Path(source))) == len(CHATS)
+def test_hub_data_is_loaded_by_name_configuration_and_split(load, monkeypatch):
+    asked = []
+    hub = SimpleNamespace(load_dataset=lambda *names, split: asked.append((*names, split)) or CHATS)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    for source in ("some/data", "some/data:train[5:9]", "some/data:en:test"):
+        assert len(load(Path(source))) == len(CHATS)
+    assert asked == [("some/data", "train"), ("some/data", "train[5:9]"), ("some/data", "en", "test")]
 
 
 def test_ids_are_shared_objects_and_columns_are_kept_only_for_score(load):
