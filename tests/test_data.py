@@ -128,12 +128,11 @@ def test_flags_and_columns_reach_the_template(texts):
     assert texts(chat(), tokenizer, chat_template_kwargs=dict(loud=7))[0].startswith("None7<user>")
 
 
-def test_strings_beside_a_template_are_reported(load, capsys):
-    for rows, tokenizer, is_reported in (
-            ([TEXT], TOKENIZER, True), ([NO_PROMPT], TOKENIZER, True), ([TEXT], byte_level(), False),
-            (CHATS, TOKENIZER, False)):
-        load(rows, tokenizer)
-        assert ("demo/prepare_chat.py" in capsys.readouterr().out) == is_reported
+@pytest.mark.parametrize("row, tokenizer, is_reported", [
+    (TEXT, TOKENIZER, True), (NO_PROMPT, TOKENIZER, True), (TEXT, byte_level(), False), (CHATS[0], TOKENIZER, False)])
+def test_strings_beside_a_template_are_reported(load, capsys, row, tokenizer, is_reported):
+    load([row], tokenizer)
+    assert ("demo/prepare_chat.py" in capsys.readouterr().out) == is_reported
 
 
 # --- demo/prepare_chat.py
@@ -197,7 +196,6 @@ R1 = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assis
      "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 SHAPES = [  # template, what it makes of an answer, and of spaces around it, whether the prompt reads differently
     (LLAMA3, "{}<|eot_id|>\n", "Warm.", False), (QWEN3, NOTHING + "{}<|im_end|>\n", " Warm. ", False),
-    (QWEN3.replace("assistant\n", "assistant\n" + NOTHING), "{}<|im_end|>\n", " Warm. ", False),
     (MISTRAL, " {}</s>", "Warm.", True), (R1, "{}</s>", " Warm. ", True)]
 
 
@@ -285,7 +283,7 @@ def test_long_rows_are_dropped_and_counted(load, capsys):
 
 
 @pytest.mark.parametrize("good, bad, words", [
-    (TEXT, dict(prompt=""), "empty"), (TEXT, dict(chosen=" \n"), "empty"), (TEXT, dict(chosen=END), "empty"),
+    (TEXT, dict(prompt=""), "empty"), (TEXT, dict(chosen=" \n"), "empty"),
     (NO_PROMPT, dict(chosen="x"), "empty.*common beginning")])
 def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, words):
     bad = good | bad
