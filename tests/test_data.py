@@ -4,10 +4,12 @@ The code is the same text in every script (tests/test_scripts.py), so most of it
 """
 import csv
 import gzip
+import io
 import json
 import re
 import runpy
 import sys
+from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,10 +48,7 @@ def load(tmp_path):
 
 @pytest.fixture
 def texts(load):
-    def texts(row, tokenizer=TOKENIZER, **flags):
-        loaded, = load([row], tokenizer, **flags)
-        return decode(loaded, tokenizer)
-    return texts
+    return lambda row, tokenizer=TOKENIZER, **flags: decode(load([row], tokenizer, **flags)[0], tokenizer)
 
 
 def decode(row, tokenizer=TOKENIZER):
@@ -60,20 +59,24 @@ def said(text, role="assistant"):
     return [{"role": role, "content": text}]
 
 
-def chat(prompt="q", chosen="a", rejected="b"):
-    return dict(prompt=said(prompt, "user"), chosen=said(chosen), rejected=said(rejected))
+BRIEF = said("Be brief.", "system")
 
 
-def byte_level(front=(), back=(), **tokens):
+def chat(prompt="q", chosen="a", rejected="b", system=()):
+    return dict(prompt=[*system, *said(prompt, "user")], chosen=said(chosen), rejected=said(rejected))
+
+
+def byte_level(front=(), back=(), **options):
     """One token per byte, and special tokens before and after every text."""
-    names = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["<s>", "</s>", "<en>"]
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(names)}, []))
+    special = ["<s>", "</s>", "<en>"]
+    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>", "<en>"])
+    backend.add_special_tokens(special)
     backend.post_processor = processors.TemplateProcessing(
-        single=[*front, "$A", *back], special_tokens=[(name, names.index(name)) for name in ("<s>", "</s>", "<en>")])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **dict(bos_token="<s>", eos_token="</s>") | tokens)
+        single=[*front, "$A", *back], special_tokens=list(zip(special, range(3))))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **dict(bos_token="<s>", eos_token="</s>") | options)
 
 
 # --- Rendering
@@ -95,19 +98,15 @@ def test_strings_end_with_one_eos_token(load):
         load([TEXT], byte_level(eos_token=None))
 
 
-def test_pairs_without_a_prompt(load):
+def test_prompts_may_stand_in_the_answers_too_or_only_there(load):
     named = dict(prompt="The tea was", chosen=" warm.", rejected=" bad.")  # no space ends the prompt
-    messages = dict(chosen=PROMPT + CHOSEN, rejected=PROMPT + REJECTED)
-    for shared, row in ((NO_PROMPT, named), (messages, CHATS[0])):
-        assert load([shared])[0][:3] == load([row])[0][:3]
-
-
-def test_whole_conversations(load):
+    assert load([NO_PROMPT])[0][:3] == load([named])[0][:3]
     expected = load(CHATS[:1])[0][:3]
-    for prompt in (PROMPT, PROMPT[0]["content"]):
-        for before in ([], PROMPT):
+    for prompt, before in product((PROMPT, PROMPT[0]["content"], None), ([], PROMPT)):
+        if prompt or before:
             row, = load([dict(prompt=prompt, chosen=before + CHOSEN, rejected=before + REJECTED)])
             assert row[:3] == expected
+        if prompt:
             row, = load([dict(prompt=prompt, completion=before + CHOSEN, label=True)], script=kto)
             assert row[:2] == expected[:2]
 
@@ -129,35 +128,32 @@ def test_flags_and_columns_reach_the_template(texts):
     assert texts(chat(), tokenizer, chat_template_kwargs=dict(loud=7))[0].startswith("None7<user>")
 
 
-def test_strings_beside_a_template_are_reported(load, capsys):
-    for rows in ([TEXT], [NO_PROMPT]):
-        load(rows)
-        assert "demo/prepare_chat.py" in capsys.readouterr().out
-    load([TEXT], byte_level())  # it has no template
-    load(CHATS)
-    assert "prepare_chat" not in capsys.readouterr().out
+@pytest.mark.parametrize("row, tokenizer, is_reported", [
+    (TEXT, TOKENIZER, True), (NO_PROMPT, TOKENIZER, True), (TEXT, byte_level(), False), (CHATS[0], TOKENIZER, False)])
+def test_strings_beside_a_template_are_reported(load, capsys, row, tokenizer, is_reported):
+    load([row], tokenizer)
+    assert ("demo/prepare_chat.py" in capsys.readouterr().out) == is_reported
 
 
 # --- demo/prepare_chat.py
 
-def prepare(folder, rows, source="strings.jsonl", target="messages.jsonl"):
+def prepare(folder, rows, source="strings.jsonl"):
     """The rows that it makes of these."""
-    open_file = gzip.open if source.endswith(".gz") else open
-    with open_file(folder / source, "wt") as file:
+    with (gzip.open if source.endswith(".gz") else open)(folder / source, "wt") as file:
         file.write("\n\n".join(map(json.dumps, rows)))
-    runpy.run_path(str(ROOT / "demo/prepare_chat.py"))["main"](str(folder / source), str(folder / target))
-    return read(folder / target)
+    runpy.run_path(str(ROOT / "demo/prepare_chat.py"))["main"](str(folder / source), f"{folder}/messages.jsonl")
+    return read(folder / "messages.jsonl")
 
 
 def test_strings_become_messages_for_each_script(load, tmp_path):
-    pair = dict(prompt="How was it?", chosen=" Good. ", rejected="Bad.", id=7)
-    rated = dict(prompt="How was it?", completion="Good.", label=False)
-    expected = chat("How was it?", "Good.", "Bad.")
-    assert prepare(tmp_path, [pair]) == [expected | dict(id=7)]
-    assert prepare(tmp_path, [rated]) == [dict(rated, prompt=expected["prompt"], completion=expected["chosen"])]
-    assert prepare(tmp_path, [dict(prompt="How was it?")]) == [dict(prompt=expected["prompt"])]
-    for rows, script in (([pair], dpo), ([rated], kto), ([dict(prompt="How was it?")], rloo)):
-        assert load(prepare(tmp_path, rows), script=script)
+    question = dict(prompt="How was it?", id=7)
+    pair, rated = dict(chosen=" Good. ", rejected="Bad."), dict(completion="Good.", label=False)
+    messages = chat("How was it?", "Good.", "Bad.")
+    for row, script, expected in (
+            (pair, dpo, messages), (rated, kto, rated | dict(completion=messages["chosen"])), ({}, rloo, {})):
+        rows = prepare(tmp_path, [question | row])
+        assert rows == [question | expected | dict(prompt=messages["prompt"])]
+        assert load(rows, script=script)
 
 
 def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
@@ -166,29 +162,25 @@ def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
     early, empty = dict(good, rejected=good["rejected"].replace("No", "Yes")), dict(good, chosen=start)
     rows = [good, early, empty, dict(prompt=start, chosen=" It is.", rejected=" It was.")]
     first, last = prepare(tmp_path, rows, "hh.jsonl.gz")
-    assert "2 of 4 rows" in capsys.readouterr().out
-    assert first == last
+    assert "2 of 4 rows" in capsys.readouterr().out and first == last
     prompt = "<user>Warm?<assistant>No.<user>Now?<assistant>"
     assert texts(first, byte_level(chat_template=PLAIN)) == [prompt, "It is.", "It was."]
-    assert prepare(tmp_path, [dict(prompt=start)]) == [dict(prompt=first["prompt"])]
 
 
 @pytest.mark.parametrize("bad", [
-    dict(prompt="q", chosen=said("a"), rejected=said("b")), dict(chosen="a", rejected="b"), dict(question="q"), [1]])
+    dict(prompt="q", chosen=said("a"), rejected=said("b")), dict(chosen="a", rejected="b"), [1]])
 def test_a_row_without_strings_is_named_and_nothing_is_written(tmp_path, bad):
-    for rows in ([TEXT, bad, TEXT], [TEXT, TEXT, bad]):
-        with pytest.raises(SystemExit, match=rf"strings.jsonl:{1 + 2 * rows.index(bad)}: .*expected strings"):
-            prepare(tmp_path, rows)
-        assert [file.name for file in tmp_path.iterdir()] == ["strings.jsonl"]
+    with pytest.raises(SystemExit, match="strings.jsonl:3: .*expected strings"):
+        prepare(tmp_path, [TEXT, bad])
+    assert [file.name for file in tmp_path.iterdir()] == ["strings.jsonl"]
 
 
 # --- The boundary between prompt and answer
 
 def test_token_across_the_boundary_moves_to_the_answers(load):
     row, = load([dict(prompt="The tea wa", chosen="s warm.", rejected="s bad.")])
-    for answer, text in ((row.chosen, "The tea was warm."), (row.rejected, "The tea was bad.")):
-        assert row.prompt + answer == tuple(TOKENIZER(text + END, add_special_tokens=False).input_ids)
-    assert decode(row)[0] == "The tea"
+    assert decode(row) == ["The tea", f" was warm.{END}", f" was bad.{END}"]
+    assert row.prompt + row.chosen == tuple(TOKENIZER(f"The tea was warm.{END}", add_special_tokens=False).input_ids)
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
@@ -203,81 +195,54 @@ R1 = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assis
      "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}" \
      "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 SHAPES = [  # template, what it makes of an answer, and of spaces around it, whether the prompt reads differently
-    (CHATML, "{}<|im_end|>\n", " Warm. ", False), (LLAMA3, "{}<|eot_id|>\n", "Warm.", False),
-    (QWEN3, NOTHING + "{}<|im_end|>\n", " Warm. ", False),
-    (QWEN3.replace("assistant\n", "assistant\n" + NOTHING), "{}<|im_end|>\n", " Warm. ", False),
-    (MISTRAL, " {}</s>", "Warm.", True), (R1, "{}</s>", " Warm. ", True),
-    (R1.replace("<think>\n", "Well, ").replace("{{ eos_token }}", ""), "{}", " Warm. ", True)]
+    (LLAMA3, "{}<|eot_id|>\n", "Warm.", False), (QWEN3, NOTHING + "{}<|im_end|>\n", " Warm. ", False),
+    (MISTRAL, " {}</s>", "Warm.", True), (R1, "{}</s>", " Warm. ", True)]
 
 
 @pytest.mark.parametrize("template, trained, spaced, differs", SHAPES)
-def test_templates_give_the_prompts_of_rloo(load, capsys, template, trained, spaced, differs):
-    tokenizer = byte_level(chat_template=template)
-    prompt = said("Be brief.", "system") + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
+def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, template, trained, spaced, differs):
+    tokenizer = byte_level(["<s>"], chat_template=template)
+    prompt = BRIEF + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
     pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt, s also in </s>
     rows = load([pair, pair | dict(chosen=said(" Warm. "))], tokenizer)
-    assert ("; 4 answers whose prompt the template changes" in capsys.readouterr().out) == differs
+    printed = capsys.readouterr().out
+    assert ("; 4 answers whose prompt the template changes" in printed) == differs
+    assert "changes a message of the prompt" not in printed
+
     sampled, = load([pair], tokenizer, rloo)
     assert {row.prompt for row in rows} == {sampled.prompt}
-    assert tokenizer.decode(sampled.prompt).count("Be brief.") == 1
+    text = tokenizer.decode(sampled.prompt)
+    assert text.count("Be brief.") == 1 and text.count("<s>") == template.count("bos_token")
     for row, answer in zip(rows, ("Warm.", spaced), strict=True):
         assert decode(row, tokenizer)[1:] == [trained.format(answer), trained.format("s")]
 
 
-def test_template_that_strips_the_answer_is_refused(load):
-    bad = chat(chosen="<think>\nHm.\n</think>\n\nWarm.")
-    with pytest.raises(BadInput, match="jsonl:2: .*leaves out words"):
-        load([chat(), bad], byte_level(chat_template=R1))
+def test_what_a_template_renders_before_the_words_of_an_answer_is_trained(texts):
+    template = PLAIN.replace("m.role }}>", "m.role }}>{{ m.reasoning_content }}")
+    row = dict(chat(), chosen=[said("a")[0] | dict(reasoning_content="Hm.")])
+    assert texts(row, byte_level(chat_template=template)) == ["<user>q<assistant>", "Hm.a", "b"]
 
 
-def test_answer_with_more_than_words_needs_a_template_that_keeps_its_prompt(load, texts):
-    """What a template renders before the words of an answer, such as a tool call, would be lost."""
-    row = chat()
-    row["chosen"][0]["reasoning_content"] = "Hm."
-    thinks = "<{{ m.role }}>{{ m.reasoning_content }}"
-    plain = PLAIN.replace("<{{ m.role }}>", thinks)
-    assert texts(row, byte_level(chat_template=plain)) == ["<user>q<assistant>", "Hm.a", "b"]
-    with pytest.raises(BadInput, match="jsonl:1: .*more than role and content"):
-        load([dict(row, prompt=said("Be brief.", "system") + row["prompt"])], byte_level(chat_template=R1))
+@pytest.mark.parametrize("answer, words", [
+    (dict(content="a", reasoning_content="Hm."), "more than role and content"),
+    (dict(content="<think>\nHm.\n</think>\n\nWarm."), "leaves out words")])
+def test_answer_that_a_changed_prompt_would_lose_is_refused(load, answer, words):
+    with pytest.raises(BadInput, match=f"jsonl:2: .*{words}"):
+        load([chat(), dict(chat(), chosen=[said("")[0] | answer])], byte_level(chat_template=R1))
 
 
-@pytest.mark.parametrize("template, is_changed", [
-    (PLAIN, False), (PLAIN.replace("messages %}", "messages if m.role != 'system' %}"), True)])
-def test_prompts_whose_template_leaves_out_a_message_are_counted(load, capsys, template, is_changed):
-    row = chat()
-    row["prompt"] = said("Be brief.", "system") + row["prompt"]
-    load([row], byte_level(chat_template=template))
-    assert ("; 1 whose template changes a message of the prompt" in capsys.readouterr().out) == is_changed
-
-
-@pytest.mark.parametrize("template", [None, "{{ raise_exception('no such role') }}", "{{ messages[0].content }}"])
-def test_broken_template_is_refused(load, template):
-    with pytest.raises(BadInput, match=r"rows.jsonl:1\b|rows.jsonl: 0 of 12 rows.*too few"):
-        load(CHATS, byte_level(chat_template=template))
+def test_prompts_whose_template_leaves_out_a_message_are_counted(load, capsys):
+    template = PLAIN.replace("messages %}", "messages if m.role != 'system' %}")
+    load([chat(system=BRIEF)], byte_level(chat_template=template))
+    assert "; 1 whose template changes a message of the prompt" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("beginning, tokenizer", [
     ("", byte_level(back=["</s>"])), ("<s><en>", byte_level(["<s>", "<en>"], ["</s>"])), ("", ByT5Tokenizer())])
 def test_text_gets_one_bos_and_one_eos(texts, beginning, tokenizer):
-    if tokenizer.is_fast:  # its file may ask for these
-        tokenizer.backend_tokenizer.enable_truncation(4)
-        tokenizer.backend_tokenizer.enable_padding()
     prompt = beginning + "The tea"
     for row in (TEXT, dict(TEXT, prompt=prompt)):
         assert texts(row, tokenizer) == [prompt, " was warm.</s>", " was bad.</s>"]
-
-
-@pytest.mark.parametrize("beginning", ["", "<s>"])
-def test_a_chat_gets_no_bos_beyond_its_template(texts, beginning):
-    tokenizer = byte_level(["<s>"], chat_template=beginning + PLAIN)
-    assert texts(chat(), tokenizer) == [beginning + "<user>q<assistant>", "a", "b"]
-
-
-def test_many_rows_are_tokenized_as_alone(load, capsys):
-    numbers = range(1500)
-    rows = load([dict(prompt=f"The tea {n}", chosen=f" was {n}.", rejected=f" is {n}.") for n in numbers])
-    assert "100%" in capsys.readouterr().err
-    assert [decode(row) for row in rows] == [[f"The tea {n}", f" was {n}.{END}", f" is {n}.{END}"] for n in numbers]
 
 
 @pytest.mark.parametrize("script", [dpo, kto])
@@ -286,10 +251,10 @@ def test_rows_are_divided_by_whole_prompts(load, script, tmp_path):
     rows = [dict(prompt=f"The tea {i} wa", chosen=f"{end} warm {i}.", rejected=f"{end} bad {i}.")
             for i in range(40) for end in ("s", ",")]
     loaded = load(rows, script=script)
-    assert len({row.prompt for row in loaded}) == 80 and len({row.whole_prompt for row in loaded}) == 40
+    assert len({row.prompt for row in loaded}) == 80
     train_rows, held_out = script.load_data(TOKENIZER, script.Args(data=f"{tmp_path}/rows.jsonl"))
     train_prompts, held_out_prompts = ({row.whole_prompt for row in some} for some in (train_rows, held_out))
-    assert len(held_out_prompts) == 4 and not train_prompts & held_out_prompts
+    assert len(held_out_prompts) == 4 and len(train_prompts) == 36 and not train_prompts & held_out_prompts
     assert len(train_rows) + len(held_out) == len(loaded)
     if script is kto:
         for row in kto.draw_others(loaded, loaded, kto.Args()):
@@ -297,21 +262,13 @@ def test_rows_are_divided_by_whole_prompts(load, script, tmp_path):
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted(load, tmp_path, capsys):
-    load(CHATS)
+    load([TEXT, TEXT])
     path = f"{tmp_path}/rows.jsonl"
-    _, held_out = dpo.load_data(TOKENIZER, dpo.Args(data=path, eval_data=path))
-    assert len(held_out) == 12 and f"{len({row.whole_prompt for row in held_out})} held-out prompts are trained on" in (
-        capsys.readouterr().out)
-    _, held_out = dpo.load_data(TOKENIZER, dpo.Args(data=path, eval_size=0))
-    assert not held_out and "0 held out: nothing is evaluated" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("bad", [dict(TEXT, chosen="a\ud800"), {f"column {i}": i for i in range(100_000)}], ids=[
-    "a lone surrogate", "many columns"])
-def test_sentence_about_a_bad_row_names_its_line_and_is_short(load, bad):
-    with pytest.raises(BadInput, match="rows.jsonl:2: ") as error:
-        load([TEXT, bad])
-    assert len(str(error.value)) < 1000
+    for flags in (dict(eval_data=path), dict(eval_size=0)):
+        dpo.load_data(TOKENIZER, dpo.Args(data=path, **flags))
+    printed = capsys.readouterr()
+    assert "1 held-out prompts are trained on" in printed.out and "2 held out\n" in printed.out
+    assert "0 held out: nothing is evaluated" in printed.out and "tokenize: 100%" in printed.err
 
 
 # --- Rows that are left out
@@ -323,31 +280,27 @@ def test_long_rows_are_dropped_and_counted(load, capsys):
     assert len(load(rows, max_length=limit)) == 19
     assert re.search(rf"19 of 20 rows.*1 dropped: longer than {limit} tokens", capsys.readouterr().out)
     assert len(load(rows, max_length=limit - 1)) == 18
-    with pytest.raises(BadInput, match="1 of 20 rows; 19 dropped: longer than 6 tokens: too few rows"):
-        load(rows, max_length=limit - 18)
 
 
 @pytest.mark.parametrize("good, bad, words", [
-    (TEXT, dict(prompt=""), "empty"), (TEXT, dict(chosen=" \n"), "empty"), (TEXT, dict(chosen=END), "empty"),
+    (TEXT, dict(prompt=""), "empty"), (TEXT, dict(chosen=" \n"), "empty"),
     (NO_PROMPT, dict(chosen="x"), "empty.*common beginning")])
 def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, words):
     bad = good | bad
     assert len(load([good, bad, good, bad])) == 2
     assert re.search(rf"2 of 4 rows.*2 .*{words}", capsys.readouterr().out)
-    with pytest.raises(BadInput, match="rows.jsonl"):
-        load([good, bad, bad])  # more than half
+    with pytest.raises(BadInput, match=rf"rows.jsonl: 1 of 3 rows; 2 .*{words}.*: too few rows"):
+        load([good, bad, bad])
 
 
-def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
-    """But none that begins with a short prompt, and no single one."""
-    expected = [LONG, f" Warm.{END}", f" Cold.{END}"]
-    for prompt, chosen, rejected, is_repeated in (
-            (LONG, " Warm.", " Cold.", False), (LONG, LONG + " Warm.", LONG + " Cold.", True),
-            (LONG, " Warm.", LONG + " Cold.", False), ("Hello", "Hello! How are you?", "Hello you", False)):
-        found = texts(dict(prompt=prompt, chosen=chosen, rejected=rejected))
-        whole = [prompt + chosen + END, prompt + rejected + END]
-        assert found == expected if is_repeated else [found[0] + answer for answer in found[1:]] == whole
-        assert ("; 1 with answers that repeat the prompt" in capsys.readouterr().out) == is_repeated
+@pytest.mark.parametrize("prompt, chosen, rejected, is_repeated", [
+    (LONG, LONG + " Warm.", LONG + " Cold.", True), (LONG, " Warm.", LONG + " Cold.", False),
+    ("Hello", "Hello! How are you?", "Hello you", False)], ids=["both answers", "one answer", "a short prompt"])
+def test_answers_that_both_repeat_a_long_prompt_are_stripped(texts, capsys, prompt, chosen, rejected, is_repeated):
+    prompt_text, *answers = texts(dict(prompt=prompt, chosen=chosen, rejected=rejected))
+    expected = [chosen, rejected] if is_repeated else [prompt + chosen, prompt + rejected]
+    assert [prompt_text + answer for answer in answers] == [text + END for text in expected]
+    assert ("; 1 with answers that repeat the prompt" in capsys.readouterr().out) == is_repeated
 
 
 # --- Rows that are refused
@@ -355,27 +308,21 @@ def test_answers_that_repeat_the_prompt_are_stripped(texts, capsys):
 @pytest.mark.parametrize("bad, words", [
     (dict(TEXT, chosen=5), "expected.*5"),
     (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "expected.*found.*from.*value"),
-    (dict(TEXT, prompt=5), "expected"), ('{"prompt": ', ""),
+    ('{"prompt": ', ""),
     (dict(TEXT, chosen=json.dumps(said("a")[0])), "string"), (dict(TEXT, prompt=str(said("q"))), "string"),
-    (dict(TEXT, prompt=None), "prompt"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages")])
-def test_unreadable_rows_are_refused_by_name(load, bad, words):
-    with pytest.raises(BadInput, match=rf"rows.jsonl:3: .*{words}"):
+    (dict(TEXT, prompt=None), "prompt"), (dict(TEXT, chosen=said("a")), ""), (chat(), "messages"),
+    (dict(TEXT, chosen="a\ud800"), ""), ({f"column {i}": i for i in range(100_000)}, "expected")], ids=count())
+def test_unreadable_rows_are_refused_by_name_in_a_short_sentence(load, bad, words):
+    with pytest.raises(BadInput, match=rf"rows.jsonl:3: .*{words}") as error:
         load([TEXT, "", bad, TEXT, TEXT])
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("script, columns", [
     (dpo, "prompt, chosen, rejected"), (kto, "prompt, completion, label"), (rloo, "prompt")])
-def test_rows_are_told_which_columns_are_expected(load, script, columns):
-    for row in (dict(question="q" * 300, answer="a"), dict(completion="a", label=1)):
-        with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found .*{'.*'.join(row)}"):
-            load([row], script=script)
-
-
-def test_other_files_are_told_what_is_read(load, monkeypatch):
-    """A misspelt name looks like one of the hub's."""
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(BadInput, match=r"rows.tsv: no .jsonl.*\(needs pyarrow\).*\(needs datasets\)"):
-        load(Path("rows.tsv"))
+def test_sentence_says_which_columns_are_expected_and_found(load, script, columns):
+    with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found .*question.*answer"):
+        load([dict(question="q" * 300, answer="a")], script=script)
 
 
 def test_answers_of_another_role_are_refused(load):
@@ -387,8 +334,7 @@ def test_answers_of_another_role_are_refused(load):
 
 def test_answers_that_are_json_are_not_messages(texts):
     for chosen in ('[{"content": "tea", "temperature": [{"warm": true}]}]', '{"role": "cook"}'):
-        tokenizer = byte_level()
-        assert texts(dict(TEXT, chosen=chosen), tokenizer)[1] == chosen + "</s>"
+        assert texts(dict(TEXT, chosen=chosen), byte_level())[1] == chosen + "</s>"
 
 
 def test_labels(load):
@@ -404,11 +350,10 @@ def test_labels(load):
 def test_rows_of_a_pair_do_not_depend_on_each_other(load):
     spanning = dict(prompt="The tea wa", chosen=", it was warm.", rejected="s bad.")  # a token spans the prompt's end
     rows = load([TEXT, spanning], script=kto)
-    assert [row.is_desirable for row in rows] == [True, False] * 2
     single = [dict(prompt=pair["prompt"], completion=pair[name], label=name == "chosen")
               for pair in (TEXT, spanning) for name in ("chosen", "rejected")]
     assert [row[:3] for row in rows] == [row[:3] for row in load(single, script=kto)]
-    assert rows[2].prompt != rows[3].prompt and load([spanning])[0].prompt == rows[3].prompt
+    assert rows[2].prompt != rows[3].prompt
 
 
 # --- Files
@@ -416,41 +361,38 @@ def test_rows_of_a_pair_do_not_depend_on_each_other(load):
 ROWS = [dict(prompt=f"The tea, {n}", chosen=' was "warm",\r\nvery.', rejected=" was bad.", id="0070") for n in range(3)]
 
 
-def write_as(path, rows):
-    if path.suffix == ".gz":
-        plain = write_as(path.with_suffix(""), rows)
-        path.write_bytes(gzip.compress(plain.read_bytes()))
-        plain.unlink()
-    elif path.suffix == ".jsonl":  # with a byte order mark, CRLF and empty lines
-        path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(map(json.dumps, rows)).encode())
-    elif path.suffix == ".json":
-        lines = path.stem == "lines"  # as Dataset.to_json writes it
-        path.write_text("\n".join(map(json.dumps, rows)) if lines else json.dumps(rows))
-    elif path.suffix == ".csv":
-        with open(path, "w", newline="") as file:
-            csv.writer(file).writerows([rows[0], *map(dict.values, rows)])
-    else:
-        arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-        parquet.write_table(arrow.Table.from_pylist(rows), path)
-    return path
+def content_of(name, rows):
+    if name.endswith(".gz"):
+        return gzip.compress(content_of(name.removesuffix(".gz"), rows))
+    if name.endswith(".csv"):
+        file = io.StringIO(newline="")
+        csv.writer(file).writerows([rows[0], *map(dict.values, rows)])
+        return file.getvalue().encode()
+    if name.endswith(".parquet"):
+        arrow, parquet, file = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet"), io.BytesIO()
+        parquet.write_table(arrow.Table.from_pylist(rows), file)
+        return file.getvalue()
+    if name == "a.json":
+        return json.dumps(rows).encode()
+    return b"\xef\xbb\xbf" + "\r\n\n".join(map(json.dumps, rows)).encode()  # a byte order mark and empty lines
 
 
-@pytest.mark.parametrize("name", [
-    "a.jsonl", "a.json", "lines.json", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "lines.json", "a.csv", "a.parquet", "a.jsonl.gz", "a.csv.gz"])
 def test_every_format_gives_the_same_rows(load, tmp_path, name):
-    loaded = load(write_as(tmp_path / name, ROWS), score="FILE:FUNCTION")
-    assert [row[:3] for row in loaded] == [row[:3] for row in load(ROWS)]
-    assert [row.columns for row in loaded] == ROWS
-    if "csv" not in name:
-        assert [row[:3] for row in load(write_as(tmp_path / name, CHATS))] == [row[:3] for row in load(CHATS)]
+    for rows in (ROWS, *[CHATS] * ("csv" not in name)):
+        (tmp_path / name).write_bytes(content_of(name, rows))
+        loaded = load(tmp_path / name, score="FILE:FUNCTION")
+        assert [row[:3] for row in loaded] == [row[:3] for row in load(rows)]
+        assert [row.columns for row in loaded] == rows
 
 
 @pytest.mark.parametrize("name, content", [
     ("no.jsonl", None), ("a.jsonl.gz", b"not compressed"), ("a.jsonl", b"\n"), ("a.json", b"\xff{"),
-    ("a.json", b'{"data": 1}'),
-    ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good, bad, and more\n"),  # a comma outside of quotes
-    ("a.csv:2", b"prompt,chosen,rejected\np, good, bad\np, good\n")])
-def test_bad_files_are_named(load, tmp_path, name, content):
+    ("a.json", b'{"data": 1}'), ("a.tsv: no .jsonl.*needs pyarrow.*needs datasets", b"prompt"),
+    ("a.csv:1", b"prompt,chosen,rejected\np, good, bad, and more\n"),  # a comma outside of quotes
+    ("a.csv:1", b"prompt,chosen,rejected\np, good\n")])
+def test_bad_files_are_named(load, tmp_path, monkeypatch, name, content):
+    monkeypatch.setitem(sys.modules, "datasets", None)
     path = tmp_path / name.partition(":")[0]
     if content:
         path.write_bytes(content)
@@ -458,21 +400,16 @@ def test_bad_files_are_named(load, tmp_path, name, content):
         load(path)
 
 
-@pytest.mark.parametrize("source, asked", [
-    ("some/data", ("some/data", "train")), ("some/data:test", ("some/data", "test")),
-    ("some/data:train[:9]", ("some/data", "train[:9]")), ("some/data:train[5:9]", ("some/data", "train[5:9]")),
-    ("some/data:en:test", ("some/data", "en", "test")), ("some/data:en:test[:5%]", ("some/data", "en", "test[:5%]"))])
-def test_hub_data_is_loaded_by_name_configuration_and_split(load, monkeypatch, source, asked):
-    def load_dataset(*names, split):
-        assert (*names, split) == asked
-        return CHATS
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    assert len(load(Path(source))) == len(CHATS)
+def test_hub_data_is_loaded_by_name_configuration_and_split(load, monkeypatch):
+    asked = []
+    hub = SimpleNamespace(load_dataset=lambda *names, split: asked.append((*names, split)) or CHATS)
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    for source in ("some/data", "some/data:train[5:9]", "some/data:en:test"):
+        assert len(load(Path(source))) == len(CHATS)
+    assert asked == [("some/data", "train"), ("some/data", "train[5:9]"), ("some/data", "en", "test")]
 
 
-def test_rows_are_small(load):
-    """One object per id, and the file's columns only for --score."""
+def test_ids_are_shared_objects_and_columns_are_kept_only_for_score(load):
     first, second = load(CHATS[:2])
     numbers = {id(number): number for row in (first, second) for ids in row[:3] for number in ids}
     assert len(numbers) == len(set(numbers.values())) and first.columns == {}

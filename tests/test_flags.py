@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import build
+from models import build, slow_but
 from runs import EACH, SCRIPTS, TIED, arguments, load, needs_peft, read, save, tiny
 from transformers import AutoModelForCausalLM
 
@@ -19,11 +19,6 @@ BAD = {  # of every script
     "lr": -1e-6, "warmup": -0.1, "epochs": 0.0, "steps": -2, "batch_size": 0, "lora_r": 0, "weight_decay": -0.1,
     "max_grad_norm": -1.0, "beta": -0.1, "save_every": -1, "max_length": -1, "max_new_tokens": -1, "eval_size": -1,
     "ref": "Cache", "schedule": "cosin", "dtype": "fp16", "gradient_checkpointing": "yes", "save_dtype": "float16"}
-BAD_OF = {
-    "dpo": [("beta", 0.0), ("label_smoothing", 0.5), ("label_smoothing", math.nan), ("loss", "ipo"), ("loss", ("dpo",)),
-            ("loss", ()), ("loss_weights", (1.0, 2.0))],
-    "kto": [("beta", 0.0), ("loss", "sigmoid"), ("undesirable_weight", -1.0)],
-    "rloo": [("k", 1), ("temperature", 0.0), ("max_new_tokens", 0), ("updates_per_rollout", 0)]}
 
 
 def resolve(script, **flags):
@@ -34,7 +29,10 @@ def resolve(script, **flags):
 
 @pytest.mark.parametrize("script, flag, value", [
     *((script, *bad) for script in SCRIPTS for bad in BAD.items()),
-    *((script, *bad) for script, several in BAD_OF.items() for bad in several)])
+    ("dpo", "beta", 0.0), ("dpo", "label_smoothing", 0.5), ("dpo", "label_smoothing", math.nan), ("dpo", "loss", "ipo"),
+    ("dpo", "loss", ("dpo",)), ("dpo", "loss", ()), ("dpo", "loss_weights", (1.0, 2.0)),
+    ("kto", "beta", 0.0), ("kto", "loss", "sigmoid"), ("kto", "undesirable_weight", -1.0),
+    ("rloo", "k", 1), ("rloo", "temperature", 0.0), ("rloo", "max_new_tokens", 0), ("rloo", "updates_per_rollout", 0)])
 def test_values_that_no_run_can_have_are_refused(script, flag, value):
     with pytest.raises(BadInput, match=rf"--{flag}\b"):
         resolve(script, **{flag: value})
@@ -59,7 +57,7 @@ def test_demo_is_named_where_there_is_one(monkeypatch, tmp_path, has_demo):
     if not has_demo:  # a script that was copied alone
         monkeypatch.setattr(dpo, "HERE", tmp_path)
     sentence = "give both --model and --data" + ", or neither for the demo" * has_demo
-    for flags in (dict(model="mine"), dict(data="mine"), *[{}] * (not has_demo)):
+    for flags in [dict(model="mine"), dict(data="mine")] + [{}] * (not has_demo):
         with pytest.raises(BadInput, match=f"^{sentence}$"):
             dpo.resolve(dpo.Args(**flags))
 
@@ -98,11 +96,11 @@ def call(function, /, **columns):
     return dpo.call_function("mine.py:rate", function, 2, prompts=["p", "q"], completions=["a", "b"], **columns)
 
 
-async def rate_later(completions, **columns):
+async def rate_later(**columns):
     return [0.5, None]
 
 
-def rate_one_by_one(completions, **columns):
+def rate_one_by_one(**columns):
     yield from (0.5, None)
 
 
@@ -135,12 +133,10 @@ def test_missing_argument_is_named_and_errors_keep_their_traceback():
 def test_two_runs_in_a_process_read_their_score_anew(tmp_path):
     """As a notebook does, where a function is edited between two runs."""
     file = tmp_path / "score.py"
-    scores = []
-    for value in ("0.25", "0.75"):
+    for value in (0.25, 0.75):
         file.write_text(f"def rate(completions, **columns):\n    return [{value}] * len(completions)\n")
         args = arguments(steps=1, samples=2, max_new_tokens=2, score=f"{file}:rate")
-        scores.append([values["eval_score"] for values in dpo.main(args)])
-    assert scores == [[0.25, 0.25], [0.75, 0.75]]
+        assert [values["eval_score"] for values in dpo.main(args)] == [value] * 2
 
 
 # --- Weights & Biases
@@ -155,14 +151,16 @@ def wandb(monkeypatch):
     return stand_in
 
 
-@pytest.mark.parametrize("script", ["dpo", pytest.param("kto", marks=pytest.mark.slow), "rloo"])
+@pytest.mark.parametrize("script", slow_but(["dpo"], SCRIPTS))
 def test_every_line_of_metrics_is_logged_and_a_resumed_run_goes_on(script, wandb, monkeypatch):
-    args = arguments(script, wandb=True, save_every=1, max_new_tokens=2)
     module = SCRIPTS[script]
-    with monkeypatch.context() as patch:
+    module.main(arguments(script, steps=1, max_new_tokens=2))
+    assert not wandb.begun and not wandb.logged, "not without --wandb"
+
+    args = arguments(script, wandb=True, save_every=1, max_new_tokens=2)
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
         patch.setattr(module, "save_model", None)
-        with pytest.raises(TypeError):
-            module.main(args)
+        module.main(args)
     lines = read(f"{args.out}/metrics.jsonl")
     assert wandb.logged == [(values["step"], values) for values in lines] and len(lines) == 4
 
@@ -172,10 +170,6 @@ def test_every_line_of_metrics_is_logged_and_a_resumed_run_goes_on(script, wandb
     assert (first["id"], second["id"]) == (None, "first"), "the first run got its id from wandb"
     assert first["resume"] == second["resume"] == "allow"
     assert first["name"] == Path(args.out).name and first["config"]["lr"] == args.lr
-    wandb.begun.clear()
-    wandb.logged.clear()
-    module.main(arguments(script, steps=1, max_new_tokens=2))
-    assert not wandb.begun and not wandb.logged, "not without --wandb"
 
 
 # --- The saved model
@@ -183,17 +177,15 @@ def test_every_line_of_metrics_is_logged_and_a_resumed_run_goes_on(script, wandb
 @pytest.mark.parametrize("is_tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_model_is_saved_in_the_dtype_of_its_forwards(is_tied):
     model = save(build("llama", TIED).bfloat16(), "tied, in bfloat16") if is_tied else tiny()  # tiny: float32
-    saved = {}
+    saved = []
     for flags in (dict(dtype="bfloat16"), dict(dtype="bfloat16", save_dtype="float32"), dict(dtype="float32")):
         args = arguments(steps=1, model=model, **flags)
         dpo.main(args)
-        folder = Path(args.out, "model")
-        config = json.loads((folder / "config.json").read_text())
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-        assert str(loaded.dtype) == f"torch.{config['dtype']}"
-        saved[tuple(flags.values())] = loaded
-    half, whole, other = saved.values()
-    assert [model.dtype for model in (half, whole, other)] == [torch.bfloat16, torch.float32, torch.float32]
+        config = json.loads(Path(args.out, "model/config.json").read_text())
+        saved.append(AutoModelForCausalLM.from_pretrained(f"{args.out}/model", dtype="auto"))
+        assert str(saved[-1].dtype) == f"torch.{config['dtype']}"
+    assert [model.dtype for model in saved] == [torch.bfloat16, torch.float32, torch.float32]
+    half, whole, _ = saved
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight.bfloat16(), half.state_dict()[name])
     assert any(not torch.equal(weight.bfloat16().float(), weight) for weight in whole.parameters())
