@@ -96,7 +96,7 @@ class Args:
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
     out: str | None = None  # folder of the run; None: out/kto, or out/kto-2 if that is finished
 
-    ref: Literal["cache", "swap", "live"] = "cache"  # where π_ref is kept, see README
+    ref: Literal["cache", "swap", "live"] = "cache"  # π_ref: scored once, swapped in, or on the GPU
     ref_model: str | None = None  # the reference; None: the policy before training
     ref_cache: str | None = None  # file of reference log-probs, which runs can share; None: a file in --out
     sync_reference: int | None = None  # number of steps between copies of the policy into the reference
@@ -510,7 +510,7 @@ def load_data(tokenizer, args) -> tuple[list, list]:
 
 
 def read_rows(source: str) -> list:
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. Of JSON Lines it returns the lines."""
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line."""
     open_file = gzip.open if source.endswith(".gz") else open
     match Path(source.removesuffix(".gz")).suffix:
         case ".jsonl" | ".json":

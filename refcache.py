@@ -399,8 +399,8 @@ def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
     except CannotShare as error:  # seen only in rows longer than the probe's
         if process_count() > 1:  # the others would wait for the forward that failed here
             raise BadInput(f"{one_line(error)}: this model cannot be split over processes") from error
-        if isinstance(core, FSDPModule):
-            core.reset_iter_state()  # the error interrupted a forward
+        if hasattr(core, "reset_iter_state"):  # FSDP's, from torch 2.13 on: the error interrupted a forward
+            core.reset_iter_state()
         core.set_attn_implementation("sdpa")
         tqdm.write(f"{type(core).__name__}: padded rows from now on, because {error}")
         return completion_logprobs(model, groups, temperature)
@@ -529,7 +529,7 @@ def check_agreement(difference: float, dtype: str):
     """Checks that policy and reference agree before the first update, up to rounding. `difference` is the mean over
     answers of |log π(y|x) − log π_ref(y|x)| / |y|."""
     found = f"step 1: policy and reference differ by {difference:.1e} nats per token"
-    limit, advice = 1e-4, "delete the cache, if there is one"
+    limit, advice = 1e-4, "delete the cache, if any"
     if dtype == "bfloat16":  # in several processes other batches round differently
         limit, advice = 1e-2 if process_count() == 1 else 3e-2, "they round differently in bfloat16, float32 is exact"
     if not difference < limit:
@@ -774,8 +774,8 @@ def enable_shared_prompts(model) -> bool:
             is_supported = True
             switch_attention(core)
     except Exception as error:  # no such keyword, no sdpa, another mask
-        if isinstance(core, FSDPModule):
-            core.reset_iter_state()  # the error interrupted a forward
+        if hasattr(core, "reset_iter_state"):  # FSDP's, from torch 2.13 on: the error interrupted a forward
+            core.reset_iter_state()
         core.set_attn_implementation(own_attention)
         if isinstance(error, torch.OutOfMemoryError):
             raise

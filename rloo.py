@@ -781,7 +781,7 @@ def load_data(tokenizer, args) -> tuple[list, list]:
 
 
 def read_rows(source: str) -> list:
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. Of JSON Lines it returns the lines."""
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line."""
     open_file = gzip.open if source.endswith(".gz") else open
     match Path(source.removesuffix(".gz")).suffix:
         case ".jsonl" | ".json":

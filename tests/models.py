@@ -3,8 +3,10 @@ from copy import deepcopy
 from functools import cache
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import refcache
@@ -13,8 +15,6 @@ TOKENS = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SMALL = dict(TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256)
 GPT2 = dict(TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=256)
-MOE = dict(SMALL, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-           first_k_dense_replace=1)
 GEMMA = dict(SMALL, head_dim=8, query_pre_attn_scalar=8)
 
 MODELS = {  # name -> (model type, config, whether its completions may share a prompt)
@@ -34,7 +34,9 @@ MODELS = {  # name -> (model type, config, whether its completions may share a p
     "gemma3-softcap": ("gemma3_text", dict(GEMMA, sliding_window=64, final_logit_softcapping=3.0), True),
     "cohere-logit-scale": ("cohere", dict(SMALL, logit_scale=0.25), True),
     "granite-logits-scaling": ("granite", dict(SMALL, logits_scaling=4.0), True),
-    "glm4-moe-buffer": ("glm4_moe", MOE, True),  # its routing bias is a persistent buffer, no parameter
+    "glm4-moe-buffer": ("glm4_moe", dict(  # its routing bias is a persistent buffer, no parameter
+        SMALL, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        first_k_dense_replace=1), True),
     "mamba": ("mamba", dict(TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8), False),
     "bloom-alibi": ("bloom", dict(TOKENS, hidden_size=32, n_layer=2, n_head=4), False),
     "falcon": ("falcon", SMALL, False),
@@ -47,10 +49,11 @@ ROUNDING = {  # families with float32 inputs of layers, or with weights that sta
     "olmo3": ("olmo3", SMALL),
     "flex-olmo": ("flex_olmo", dict(SMALL, num_experts=4, num_experts_per_tok=2)),
     "ernie": ("ernie4_5", SMALL),
-    "ernie-moe-float32-router": ("ernie4_5_moe", dict(SMALL, moe_num_experts=4, moe_k=2, moe_intermediate_size=16,
-                                                      moe_num_shared_experts=1, moe_layer_start_index=0)),
-    "mamba2": ("mamba2", dict(TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8,
-                              n_groups=2, expand=2)),
+    "ernie-moe-float32-router": ("ernie4_5_moe", dict(
+        SMALL, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_num_shared_experts=1,
+        moe_layer_start_index=0)),
+    "mamba2": ("mamba2", dict(
+        TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, n_groups=2, expand=2)),
     "falcon-mamba": ("falcon_mamba", dict(TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8)),
 }
 
@@ -63,9 +66,14 @@ EIGHT = [(12, 4, 55), (60,), (12, 33, 71, 80, 6, 19), (44, 2), (12, 4), (7, 7, 7
 SAMPLES = {k: [(P, EIGHT[:k]), (P + Q + P, EIGHT[-k:]), (R, EIGHT[:k])] for k in (1, 2, 8)}  # k completions per prompt
 
 
+def slow_but(quick, names):
+    """Cases of a test. Those that are not quick are slow."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
+
+
 def make(*inputs, **changes):
-    """One of MODELS, in eval mode."""
-    return deepcopy(original(*inputs, **changes))  # ten times as fast as another one
+    """One of MODELS, in eval mode. A copy is made in a tenth of the time."""
+    return deepcopy(original(*inputs, **changes))
 
 
 @cache
@@ -102,23 +110,19 @@ def build(model_type, config, seed=0, attention=None):
     return model.eval()
 
 
-def logp(model, prompt, y, temperature=1.0):
-    """The definition: one forward of the sequence, and the log-softmax of all its logits. (len(y),)"""
-    logits = model(input_ids=torch.tensor([prompt + y], device=model.device)).logits[0, len(prompt) - 1:-1].float()
-    return F.log_softmax(logits / temperature, -1)[range(len(y)), y]
-
-
 def logps(model, rows, temperature=1.0):
-    """The same of many rows (prompt, y), in one forward: what follows a row changes nothing in it."""
-    width = max(len(prompt + y) for prompt, y in rows)
-    ids = torch.tensor([[*prompt, *y] + [0] * (width - len(prompt + y)) for prompt, y in rows])
-    places = [(i, t - 1, token) for i, (prompt, y) in enumerate(rows) for t, token in enumerate(y, len(prompt))]
-    every = F.log_softmax(model(input_ids=ids).logits.float() / temperature, -1)
-    return every[*torch.tensor(places).T].split([len(y) for _, y in rows])
+    """The definition, of rows (prompt, y): one forward, and the log-softmax of all logits. (len(y),) each."""
+    ids = pad_sequence([torch.tensor(prompt + y) for prompt, y in rows], batch_first=True)  # changes nothing before it
+    logits = model(input_ids=ids.to(model.device)).logits.float() / temperature
+    found = []
+    for row, (prompt, y) in zip(logits, rows):
+        found.append(F.log_softmax(row[len(prompt) - 1:][:len(y)], -1)[range(len(y)), y])
+    return found
 
 
 def slow(model, groups, temperature=1.0):
-    return [[logp(model, prompt, y, temperature) for y in completions] for prompt, completions in groups]
+    """One forward per sequence."""
+    return [[logps(model, [(prompt, y)], temperature)[0] for y in completions] for prompt, completions in groups]
 
 
 def flat(ragged):

@@ -2,6 +2,7 @@
 import json
 from functools import cache
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "demo/model")
 TINY = dict(vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=None, eos_token_id=3)
 TIED = TINY | dict(tie_word_embeddings=True)
+RUNS = count()
 FOLDER = TemporaryDirectory()  # removed when the tests end
 SCRIPTS = {"dpo": dpo, "kto": kto, "rloo": rloo}
 FILES = {"dpo": "pairs", "kto": "feedback", "rloo": "prompts"}
@@ -54,20 +56,17 @@ def tiny(seed=0):
 @cache
 def data(script):
     """The first rows of the demo's data: a file to train on, and a file to evaluate."""
-    with open(ROOT / f"demo/{FILES[script]}.jsonl") as file:
-        lines = file.readlines()
-    train = Path(FOLDER.name) / f"{script}_train.jsonl"
-    train.write_text("".join(lines[:12]))
-    held_out = Path(FOLDER.name) / f"{script}_eval.jsonl"
-    held_out.write_text("".join(lines[12:15]))
-    return str(train), str(held_out)
+    lines = (ROOT / f"demo/{FILES[script]}.jsonl").read_text().splitlines(keepends=True)
+    paths = f"{FOLDER.name}/{script}_train.jsonl", f"{FOLDER.name}/{script}_eval.jsonl"
+    for path, part in zip(paths, (lines[:12], lines[12:15])):
+        Path(path).write_text("".join(part))
+    return paths
 
 
 def arguments(script="dpo", **changes):
     """The arguments of a short run, with an output folder that is not there yet."""
-    arguments.runs += 1
     train, held_out = data(script)
-    flags = dict(model=tiny(), data=train, eval_data=held_out, out=f"{FOLDER.name}/out{arguments.runs}", steps=3,
+    flags = dict(model=tiny(), data=train, eval_data=held_out, out=f"{FOLDER.name}/out{next(RUNS)}", steps=3,
                  batch_size=3, lr=3e-3, warmup=0.0, save_every=0)
     if script == "rloo":
         reward = Path(FOLDER.name) / "reward_of_letters.py"
@@ -76,9 +75,6 @@ def arguments(script="dpo", **changes):
     else:
         flags["samples"] = 0
     return SCRIPTS[script].Args(**flags | changes)
-
-
-arguments.runs = 0
 
 
 def without_speed(history):
@@ -139,9 +135,10 @@ def load(folder=None, script=dpo, trains=False, **flags):
 def adapt(name, base=None, seed=0, **config):
     """The folder of an adapter as supervised fine-tuning leaves it: its B is not zero, and it has no tokenizer."""
     import peft
+    model = AutoModelForCausalLM.from_pretrained(base or tiny())
     torch.manual_seed(seed)
     config = dict(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"]) | config
-    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base or tiny()), peft.LoraConfig(**config))
+    model = peft.get_peft_model(model, peft.LoraConfig(**config))
     with torch.no_grad():
         for key, p in model.named_parameters():
             if p.requires_grad and "lora_A" not in key:

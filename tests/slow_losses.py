@@ -61,9 +61,11 @@ def rpo(distance):
     return loss
 
 
-def f_divergence(f_prime):
-    return lambda w, l, ref_w, ref_l, *_: dpo_loss(
-        0.3 * (f_prime(torch.exp(ratio(w, ref_w))) - f_prime(torch.exp(ratio(l, ref_l)))))
+def f_divergence(f_prime, loss):
+    """loss(f'(r_w), f'(r_l), length of w, length of l)"""
+    def slow_loss(w, l, ref_w, ref_l, *_):
+        return loss(*(f_prime(torch.exp(ratio(*y))) for y in ((w, ref_w), (l, ref_l))), len(w), len(l))
+    return slow_loss
 
 
 def alpha_po(w, l, *_):

@@ -1,10 +1,11 @@
 """The formulas of rloo.py's patches as plain loops. A sample y has y.logp, y.old, y.ref, y.sampler: log-probs of its
-tokens, and y.reward: NaN if it is left out. A batch is a list of prompts, which are lists of samples."""
+tokens, and y.reward: NaN if it is left out. A batch is a list of prompts, which are lists of samples. β = 0.3."""
 from math import isnan
 from statistics import mean, pstdev, stdev
 
 import torch
 from slow_losses import dpo_loss, ratio
+
 
 def clipped(r, advantage, low=0.2, high=0.2):
     return torch.min(r * advantage, r.clamp(1 - low, 1 + high) * advantage)
@@ -22,9 +23,13 @@ def with_std(rewards):
     return centered(rewards, lambda known: stdev(known) + 1e-4)
 
 
-def penalized(prompt, beta):
+def penalties(prompt):
+    return [0.3 * sum(y.old - y.ref).item() for y in prompt]
+
+
+def penalized(prompt):
     """R of rloo.py's equation (2)."""
-    return [y.reward - beta * sum(y.old - y.ref).item() for y in prompt]
+    return [y.reward - penalty for y, penalty in zip(prompt, penalties(prompt))]
 
 
 def leave_one_out(rewards):
@@ -32,19 +37,19 @@ def leave_one_out(rewards):
     return [advantage * n / max(1, n - 1) for advantage in centered(rewards)]
 
 
-def grpo(batch, beta):
+def grpo(batch):
     loss = 0
     for prompt in batch:
         for y, advantage in zip(prompt, with_std([y.reward for y in prompt])):
             for a, b, c in zip(y.logp, y.old, y.ref):
                 k3 = 0 if isnan(y.reward) else torch.exp(c - a) - (c - a) - 1
-                loss = loss - (clipped(torch.exp(a - b), advantage) - beta * k3) / len(y.logp)
+                loss = loss - (clipped(torch.exp(a - b), advantage) - 0.3 * k3) / len(y.logp)
     return loss / sum(map(len, batch))
 
 
 def over_tokens(gain):
     """The mean over the tokens of a batch's samples with a reward, with GRPO's advantages."""
-    def loss(batch, beta):
+    def loss(batch):
         total = 0
         for prompt in batch:
             for y, advantage in zip(prompt, with_std([y.reward for y in prompt])):
@@ -55,40 +60,32 @@ def over_tokens(gain):
 
 def over_samples(advantages_of, ratio_of=lambda y: torch.exp(sum(y.logp - y.old)), weight_of=lambda y: 1.0):
     """The mean over samples of a clipped loss per sample, or of the sum over its tokens."""
-    def loss(batch, beta):
+    def loss(batch):
         total = 0
         for prompt in batch:
-            for y, advantage in zip(prompt, advantages_of(prompt, beta)):
+            for y, advantage in zip(prompt, advantages_of(prompt)):
                 total = total - clipped(ratio_of(y), advantage).sum() * weight_of(y)
         return total / sum(map(len, batch))
     return loss
 
 
-def dr_grpo_advantages(prompt, beta):
-    return centered(penalized(prompt, beta))
+def max_rl_advantages(prompt):
+    centered_penalties = leave_one_out([y.reward * 0 - penalty for y, penalty in zip(prompt, penalties(prompt))])
+    rewards = [0.0 if isnan(y.reward) else y.reward for y in prompt]
+    if not sum(rewards):
+        return centered_penalties
+    known = len(scored([prompt]))
+    return [0 if isnan(y.reward) else y.reward * known / sum(rewards) - 1 + penalty
+            for y, penalty in zip(prompt, centered_penalties)]
 
 
-def gspo_advantages(prompt, beta):
-    return centered(penalized(prompt, beta), lambda known: pstdev(known) + 1e-4)
+def rloo_advantages(prompt):
+    return leave_one_out(penalized(prompt))
 
 
-def max_rl_advantages(prompt, beta):
-    penalties = leave_one_out([y.reward * 0 - beta * sum(y.old - y.ref).item() for y in prompt])
-    rewards = [y.reward for y in prompt]
-    if not sum(reward for reward in rewards if reward > 0):
-        return penalties
-    known = [reward for reward in rewards if not isnan(reward)]
-    return [0 if isnan(reward) else reward / mean(known) - 1 + penalty for reward, penalty in zip(rewards, penalties)]
-
-
-def rloo_advantages(prompt, beta):
-    return leave_one_out(penalized(prompt, beta))
-
-
-def reinforce_pp(batch, beta):
-    rewards = [reward for prompt in batch for reward in penalized(prompt, beta)]
-    whitened = iter(with_std(rewards))
-    return over_samples(lambda prompt, beta: [next(whitened) for _ in prompt])(batch, beta)
+def reinforce_pp(batch):
+    whitened = iter(with_std([reward for prompt in batch for reward in penalized(prompt)]))
+    return over_samples(lambda prompt: [next(whitened) for _ in prompt])(batch)
 
 
 def scored(batch):
@@ -100,10 +97,10 @@ def tokens_of(batch):
     return sum(len(y.tokens) for y in scored(batch))
 
 
-def ppo(batch, beta):
+def ppo(batch):
     """y.values: V before each token, as it was before the update. Leaves y.returns for the critic."""
     for y in scored(batch):
-        rewards = [-beta * difference for difference in (y.old - y.ref).tolist()]
+        rewards = [-0.3 * difference for difference in (y.old - y.ref).tolist()]
         rewards[-1] += y.reward
         deltas = [reward + after - before for reward, before, after in zip(rewards, y.values, y.values[1:] + [0.0])]
         y.advantages = [sum(0.95 ** n * delta for n, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
@@ -116,12 +113,12 @@ def ppo(batch, beta):
     return loss / tokens_of(batch)
 
 
-def online_dpo(batch, beta):
+def online_dpo(batch):
     losses = []
     for prompt in batch:
         known = [y for y in prompt if not isnan(y.reward)] or prompt[:1]
         best, worst = max(known, key=lambda y: y.reward), min(known, key=lambda y: y.reward)
-        losses.append(dpo_loss(beta * (ratio(best.logp, best.ref) - ratio(worst.logp, worst.ref))))
+        losses.append(dpo_loss(0.3 * (ratio(best.logp, best.ref) - ratio(worst.logp, worst.ref))))
     return sum(losses) / len(batch)
 
 
@@ -129,8 +126,10 @@ FORMULAS = {
     "grpo": grpo, "online_dpo": online_dpo, "reinforce_pp": reinforce_pp,
     "dapo": over_tokens(lambda a, r, advantage: clipped(r, advantage, 0.2, 0.28)),
     "cispo": over_tokens(lambda a, r, advantage: r.clamp(max=1.2).detach() * advantage * a),
-    "dr_grpo": over_samples(dr_grpo_advantages, lambda y: torch.exp(y.logp - y.old), lambda y: 1 / 6),
-    "gspo": over_samples(gspo_advantages, lambda y: torch.exp((y.logp - y.old).mean())),
+    "dr_grpo": over_samples(lambda prompt: centered(penalized(prompt)), lambda y: torch.exp(y.logp - y.old),
+                            lambda y: 1 / 6),
+    "gspo": over_samples(lambda prompt: centered(penalized(prompt), lambda known: pstdev(known) + 1e-4),
+                         lambda y: torch.exp((y.logp - y.old).mean())),
     "max_rl": over_samples(max_rl_advantages),
     "tis": over_samples(rloo_advantages, weight_of=lambda y: min(2.0, torch.exp(sum(y.old - y.sampler)))),
     "mini_batches": over_samples(rloo_advantages),

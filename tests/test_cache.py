@@ -1,35 +1,35 @@
 """ReferenceCache: exact, small, shared by jobs, safe against kills and against damaged or hostile files."""
 import fcntl
 import functools
-import gc
 import hashlib
 import os
 import pickle
 import random
 import threading
 import weakref
-from contextlib import contextmanager
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from models import GPT2, GROUPS, P, Q, build, equal, flat, make, slow
-from test_logprobs import forward_sizes
+from models import GPT2, GROUPS, P, Q, build, equal, flat, make, ready, slow
+from runs import adapt, needs_peft
 
 import refcache
-from refcache import BadInput, ReferenceCache, checkpoint_digest, enable_shared_prompts
+from refcache import BadInput, ReferenceCache, checkpoint_digest
 
 HEADER = dict(reference="abc", dtype="float32")
 
 
-def new_model():
-    model = make("llama")
-    enable_shared_prompts(model)
-    return model
+load_model = functools.cache(lambda: ready("llama"))  # one model for most tests
 
 
-load_model = functools.cache(new_model)  # one model for most tests
+def forward_sizes(model):
+    """A list that grows by the number of tokens of each forward from now on."""
+    sizes = []
+    model.get_input_embeddings().register_forward_hook(lambda _, args, out: sizes.append(args[0].numel()))
+    return sizes
 
 
 def filled(groups=GROUPS, path=None):
@@ -60,17 +60,8 @@ def test_holds_the_log_probs_of_every_completion(whole):
     truth = flat(slow(make("llama"), GROUPS))
     assert (flat([[torch.tensor(whole[x, y]) for y in ys] for x, ys in GROUPS]) - truth).abs().max() < 1e-5
     assert set(whole) == {(prompt, y) for prompt, completions in GROUPS for y in completions}
-    assert len(whole) == len(set(whole)) == 8
-    assert (Q + (44,), (2,)) not in whole, "the boundary is part of the key"
-
-
-def test_fill_scores_only_what_is_missing(whole):
-    cache = filled(GROUPS[:2])
-    before = {key: cache[key] for key in cache}
-    assert cache.fill(load_model, GROUPS + GROUPS) == 4
-    assert cache.fill(None, GROUPS) == 0
-    assert set(cache) == set(whole)
-    assert all(np.array_equal(cache[key], before[key]) for key in before)
+    assert len(whole) == 8
+    assert (Q + (44,), (2,)) not in whole  # the boundary is part of the key
 
 
 def test_unwritable_path_is_refused_before_scoring(tmp_path):
@@ -80,17 +71,16 @@ def test_unwritable_path_is_refused_before_scoring(tmp_path):
             ReferenceCache(**HEADER).fill(None, GROUPS, path=path)
 
 
-def test_prompt_of_several_groups_is_encoded_once():
-    model = make("llama")
+def test_prompt_of_several_groups_is_encoded_once_and_nothing_is_padded():
+    model = ready("llama")
     sizes = forward_sizes(model)
-    ReferenceCache().fill(lambda: model, [(P, [(7,)]), (Q, [(7,)]), (P, [(8,), (7,)]), (P, [(7,)])])
+    assert ReferenceCache().fill(lambda: model, [(P, [(7,)]), (Q, [(7,)]), (P, [(8,), (7,)]), (P, [(7,)])]) == 3
     assert sizes == [len(P) + 2 + len(Q) + 1]
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2-softcaps"])
-@pytest.mark.parametrize("budget, mean", [(24, 15), (50, 35)])
+@pytest.mark.parametrize("name, budget, mean", [("llama", 24, 15), ("gemma2-softcaps", 50, 35)])
 def test_tokens_per_forward_bounds_a_pass(name, budget, mean):
-    model = make(name)
+    model = ready(name)
     sizes = forward_sizes(model)
     ReferenceCache().fill(lambda: model, [(Q, [(i, 5, 2) for i in range(40)]), *GROUPS], budget)
     assert max(sizes) <= budget
@@ -106,7 +96,7 @@ def test_score_is_without_dropout():
 
 
 def test_pass_of_a_model_that_gives_nan_is_refused():
-    model = new_model()
+    model = ready("llama")
     model.model.norm.weight.data.fill_(float("nan"))
     cache = ReferenceCache()
     with pytest.raises(BadInput, match="not finite"):
@@ -118,51 +108,41 @@ def test_fill_keeps_no_reference_to_the_model():
     models = []
 
     def load():
-        model = new_model()
-        model.itself = [model]
+        model = ready("llama")
+        model.itself = [model]  # only a search for garbage frees it
         models.append(weakref.ref(model))
         return model
-    gc.disable()  # so that it is not freed by chance
-    try:
-        ReferenceCache(**HEADER).fill(load, GROUPS)
-        assert models[0]() is None
-    finally:
-        gc.enable()
+    ReferenceCache().fill(load, GROUPS)
+    assert models[0]() is None
 
 
 # --- passes that end early
 
-@contextmanager
 def watched(seen, after=None):
-    """The model, which adds the tokens of each forward to `seen`, and is interrupted before forward number `after`."""
+    """A model that adds the tokens of each forward to `seen`, and is interrupted before forward number `after`."""
     def hook(module, args):
         if len(seen) == after:
             raise KeyboardInterrupt
         seen.append(args[0].tolist())
-    handle = load_model().model.embed_tokens.register_forward_pre_hook(hook)
-    try:
-        yield load_model()
-    finally:
-        handle.remove()
+    model = ready("llama")
+    model.model.embed_tokens.register_forward_pre_hook(hook)
+    return lambda: model
 
 
 @pytest.mark.parametrize("known", [0, 3])
 def test_interrupted_pass_continues(path, known):
     """Also where other jobs have scored some of the completions."""
-    draw = random.Random(known)
     groups = [(p, [(i, j, p[0]) for j in range(6)]) for i, p in enumerate([P, Q, (4, 4), (8,) * 5])]
     truth, first, rest = [], [], []
     whole = ReferenceCache(**HEADER)
-    whole.fill(load_model, [(p, draw.sample(completions, known)) for p, completions in groups if known], 20)
+    whole.fill(load_model, [(p, completions[1:1 + known]) for p, completions in groups if known], 20)
     whole.save(path)
-    with watched(truth) as model:
-        whole.fill(lambda: model, groups, 20)
-    with watched(first, after=3) as model, pytest.raises(KeyboardInterrupt):
-        ReferenceCache(**HEADER).fill(lambda: model, groups, 20, path=path)
+    whole.fill(watched(truth), groups, 20)
+    with pytest.raises(KeyboardInterrupt):
+        ReferenceCache(**HEADER).fill(watched(first, after=3), groups, 20, path=path)
     continued = loaded(path)
     assert 4 * known < len(continued) < len(whole)
-    with watched(rest) as model:
-        continued.fill(lambda: model, groups, 20, path=path)
+    continued.fill(watched(rest), groups, 20, path=path)
     assert first[:-1] + rest == truth  # the last one was begun before the one before it was kept
     assert equal(continued, whole) and equal(loaded(path), whole)
 
@@ -170,25 +150,21 @@ def test_interrupted_pass_continues(path, known):
 @pytest.mark.parametrize("seconds, scored", [(1, [1, 2, 3, 4, 5]), (15, [1, 4])])
 def test_a_pass_saves_every_minute_and_at_most_a_tenth_of_its_time(path, monkeypatch, seconds, scored):
     """For a kill that leaves no time to save. A forward takes 61 s here, and a save `seconds`."""
-    clock, saved = [0], []
+    clock = SimpleNamespace(now=0, monotonic=lambda: clock.now)
+    saved = []
 
     def save(cache, path):
-        clock[0] += seconds
+        clock.now += seconds
         saved.append(len(cache))
 
-    class Clock:
-        def monotonic():
-            return clock[0]
-    monkeypatch.setattr(refcache, "time", Clock)
+    def slow_entries(*inputs, real=refcache.entries_of):
+        clock.now += 61
+        return real(*inputs)
+    monkeypatch.setattr(refcache, "time", clock)
     monkeypatch.setattr(ReferenceCache, "save", save)
-    entries_of = refcache.entries_of
-
-    def slow_entries(*inputs):
-        clock[0] += 61
-        return entries_of(*inputs)
     monkeypatch.setattr(refcache, "entries_of", slow_entries)
     ReferenceCache().fill(load_model, [(P, [(i,) for i in range(5)])], len(P) + 1, path)
-    assert saved == [*scored, 5], "and at the end"
+    assert saved == [*scored, 5]  # and at the end
 
 
 @pytest.mark.parametrize("is_held", [False, True])
@@ -205,11 +181,9 @@ def test_a_lock_that_another_job_holds_is_told(path, monkeypatch, capsys, is_hel
 
 def test_a_log_shows_no_inner_bars(capsys):
     """tqdm would write a line for each of them, 68 in a run of rloo.py."""
-    for _outer in refcache.progress_bar("ab", desc="outer"):
-        for _ in refcache.progress_bar("cd", desc="inner"):
-            pass
-    for _ in refcache.progress_bar("ef", desc="next"):
-        pass
+    for _ in refcache.progress_bar("ab", desc="outer"):
+        list(refcache.progress_bar("cd", desc="inner"))
+    list(refcache.progress_bar("ef", desc="next"))
     shown = capsys.readouterr().err
     assert "outer: 100%" in shown and "next: 100%" in shown and shown.count("\n") == 2 and "inner" not in shown
 
@@ -227,6 +201,20 @@ def test_two_jobs_share_a_file(path, whole):
         assert set(loaded(path)) == set(job)
     assert set(one) == set(whole) | {(Q, (5,))}
     assert np.array_equal(loaded(path)[Q, (44, 2)], first), "the job that saved first decides"
+
+
+def test_a_pass_ends_with_the_numbers_of_the_job_that_saved_first(path):
+    """A resumed run will read them."""
+    other = ReferenceCache(**HEADER)
+    other.score(make("llama", seed=1), GROUPS)
+    mine = ReferenceCache(**HEADER)
+
+    def load_late():
+        other.save(path)  # after this job has found no file
+        return load_model()
+
+    mine.fill(load_late, GROUPS, path=path)
+    assert equal(mine, other) and equal(loaded(path), other)
 
 
 @pytest.mark.parametrize("name", HEADER)
@@ -250,32 +238,22 @@ def refused(path):
     assert not cache.table
 
 
-def forged(table: bytes, **header):
+def forged(prompt=b"1234", logps=b"\0" * 4, pickled=None, **header):
     """A file with a true checksum, which guards against damage, not against a forger."""
-    header = ReferenceCache(**HEADER).header | header | dict(sha256=hashlib.sha256(table).hexdigest())
-    return refcache.json.dumps(header).encode() + b"\n" + table
+    pickled = pickled or pickle.dumps({prompt: {b"5678": logps}}, 4)
+    header = ReferenceCache(**HEADER).header | header | dict(sha256=hashlib.sha256(pickled).hexdigest())
+    return refcache.json.dumps(header).encode() + b"\n" + pickled
 
 
-GOOD = {b"1234": {b"5678": b"\0\0\0\0"}}
-HOSTILE = {
-    "text": b"not a pickle",
-    "control characters": forged(pickle.dumps(GOOD, 4), reference="\x1b[2J\r\n\u202e" + "x" * 10**6),
-    "lengths differ": forged(pickle.dumps({b"1234": {b"5678": b"\0" * 8}}, 4)),
-    "a dict as a key": forged(b"\x80\x04}}}s."),
-    "half a prompt token": forged(pickle.dumps({b"123456": {b"5678": b"\0" * 4}}, 4)),
-    "NaN": forged(pickle.dumps({b"1234": {b"5678": b"\xff\xff\xff\xff"}}, 4))}
-
-
-@pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_file_is_refused_in_one_line(path, data):
-    path.write_bytes(data)
+@pytest.mark.parametrize("changes", [
+    dict(reference="\x1b[2J\r\n\u202e" + "x" * 10**6), dict(logps=b"\0" * 8), dict(pickled=b"\x80\x04}}}s."),
+    dict(prompt=b"123456"), dict(logps=b"\xff" * 4)],
+    ids=["control characters", "lengths differ", "a dict as a key", "half a prompt token", "NaN"])
+def test_hostile_file_is_refused_in_one_line(path, changes):
+    path.write_bytes(forged())
+    assert len(loaded(path)) == 1  # it is refused for this change
+    path.write_bytes(forged(**changes))
     refused(path)
-
-
-def test_forged_file_with_a_good_table_is_accepted(path):
-    """So the cases above are refused for the reason that they name."""
-    path.write_bytes(forged(pickle.dumps(GOOD, 4)))
-    assert len(loaded(path)) == 1
 
 
 def test_hostile_pickle_runs_nothing(tmp_path, path):
@@ -284,10 +262,8 @@ def test_hostile_pickle_runs_nothing(tmp_path, path):
             return os.mkdir, (f"{tmp_path}/hacked",)
 
     for protocol, payload in product(range(6), (Trap(), {b"1234": Trap()})):
-        data = pickle.dumps(payload, protocol)
-        for file in (data, forged(data)):
-            path.write_bytes(file)
-            refused(path)
+        path.write_bytes(forged(pickled=pickle.dumps(payload, protocol)))
+        refused(path)
     assert not (tmp_path / "hacked").exists()
 
 
@@ -295,7 +271,7 @@ def test_damaged_file_is_refused(path, whole):
     whole.save(path)
     data = path.read_bytes()
     draw = random.Random(0)
-    damaged = [data[:n] for n in range(0, len(data), 11)]
+    damaged = [b"not a pickle", *(data[:n] for n in range(0, len(data), 33))]
     for _ in range(99):
         at = draw.randrange(len(data))
         damaged.append(data[:at] + bytes([data[at] ^ 1 << draw.randrange(8)]) + data[at + 1:])
@@ -306,40 +282,31 @@ def test_damaged_file_is_refused(path, whole):
 
 # --- digests
 
-def changed(folder, **options):
-    model = make("llama")
-    model.lm_head.weight.data[-1, -1] += 1
-    model.save_pretrained(folder, **options)
+def save_model(folder, change=0, size="50GB", **config):
+    model = make("llama", **config)
+    model.lm_head.weight.data[-1, -1] += change
+    model.save_pretrained(folder, max_shard_size=size)
 
 
 def test_digest_of_a_checkpoint(tmp_path):
-    for name in ("a", "b"):
-        make("llama").save_pretrained(tmp_path / name)
-    (tmp_path / "b/training_args.bin").write_bytes(b"whatever")
-    config = (tmp_path / "b/config.json").read_text()
-    (tmp_path / "b/config.json").write_text(config.replace('"transformers_version": "', '"transformers_version": "9.'))
-    assert checkpoint_digest(tmp_path / "a") == checkpoint_digest(tmp_path / "b")
-    make("llama", rms_norm_eps=1e-3).save_pretrained(tmp_path / "config")
-    make("llama").save_pretrained(tmp_path / "sharded", max_shard_size="50KB")
-    changed(tmp_path / "weight")
-    changed(tmp_path / "weight of a shard", max_shard_size="50KB")
-    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
-    names = ["a", "config", "sharded", "weight", "weight of a shard"]
-    assert len({checkpoint_digest(tmp_path / name) for name in names}) == 5
+    cases = [{}, dict(rms_norm_eps=1e-3), dict(size="50KB"), dict(change=1), dict(change=1, size="50KB")]
+    for case in cases:
+        save_model(tmp_path / str(case), **case)
+    digests = {checkpoint_digest(tmp_path / str(case)) for case in cases}
+    assert len(digests) == 5
+
+    (tmp_path / "{}/training_args.bin").write_bytes(b"whatever")
+    config = tmp_path / "{}/config.json"
+    config.write_text(config.read_text().replace('"transformers_version": "', '"transformers_version": "9.'))
+    assert checkpoint_digest(tmp_path / "{}") in digests
 
 
+@needs_peft
 def test_digest_of_an_adapter(tmp_path):
-    peft = pytest.importorskip("peft")
     digests = set()
-    for save_base in (lambda folder: make("llama").save_pretrained(folder), changed):
-        save_base(tmp_path / "base")
-        for seed in (0, 1):
-            torch.manual_seed(seed)
-            model = make("llama")
-            model.name_or_path = str(tmp_path / "base")
-            config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"])
-            peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
-            digests.add(checkpoint_digest(tmp_path / "adapter"))
+    for change, seed in product((0, 1), (0, 1)):
+        save_model(tmp_path / "base", change)
+        digests.add(checkpoint_digest(adapt("of a digest", str(tmp_path / "base"), seed)))
     assert len(digests) == 4
 
 

@@ -6,13 +6,13 @@ from typing import get_args
 
 import pytest
 import torch
-from models import gradient, make
+from models import make
 from runs import tiny
 from torch import tensor
 
 import dpo
 from dpo import Args, Batch, Row, measure, metrics, weighted_loss
-from refcache import BadInput, ReferenceCache, enable_shared_prompts
+from refcache import BadInput
 from test_changes import changed
 
 BETA, EPS, GAMMA = 0.2, 0.1, 0.6
@@ -27,10 +27,6 @@ def sg(x):
     return 1 / (1 + exp(-x))
 
 
-def kl(p, q):
-    return p * log(p / q) + (1 - p) * log((1 - p) / (1 - q))
-
-
 def formulas(w, l, c, r, n, m):
     """Each loss of a pair. w, l: log π; c, r: log-ratios; n, m: lengths."""
     z = BETA * (c - r)
@@ -40,7 +36,7 @@ def formulas(w, l, c, r, n, m):
         "ipo": (c / n - r / m - 1 / (2 * BETA)) ** 2,
         "sigmoid_norm": -log(sg(BETA * (c / n - r / m))),
         "robust": (-(1 - EPS) * log(sg(z)) + EPS * log(sg(-z))) / (1 - 2 * EPS),
-        "exo_pair": kl(sg(z), 1 - EPS),
+        "exo_pair": sg(z) * log(sg(z) / (1 - EPS)) + sg(-z) * log(sg(-z) / EPS),
         "nca_pair": -log(sg(BETA * c)) - log(sg(-BETA * c)) / 2 - log(sg(-BETA * r)) / 2,
         "bco_pair": -log(sg(BETA * c)) - log(sg(-BETA * r)),
         "sppo_hard": (c - 1 / (2 * BETA)) ** 2 + (r + 1 / (2 * BETA)) ** 2,
@@ -81,14 +77,13 @@ def test_losses_equal_their_formulas(name):
 
 @EACH_LOSS
 def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
-    leaves = [tensor(values, requires_grad=True)
-              for values in ([-1.0, -900.0] * 2, [500.0, -500.0, -500.0, 500.0], [-500.0, 500.0, -500.0, 500.0])]
+    leaves = tensor([[-1.0, -900.0] * 2, [500.0, -500.0, -500.0, 500.0], [-500.0, 500.0, -500.0, 500.0]],
+                    requires_grad=True)
     repeated = Batch(*(values.repeat(2) for values in PAIRS))
     batch = repeated._replace(logp_w=leaves[0], ratio_w=leaves[1], ratio_l=leaves[2])
     loss = preference_loss(name, *batch, label_smoothing=0.1)
-    gradients = torch.autograd.grad(loss.sum(), leaves, allow_unused=True)
-    assert loss.isfinite().all()
-    assert all(gradient.isfinite().all() for gradient in gradients if gradient is not None)
+    loss.sum().backward()
+    assert loss.isfinite().all() and leaves.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("robust", 0.5)])
@@ -131,49 +126,9 @@ def test_simpo_alone_has_rewards_per_token(loss, chosen, rejected):
     assert accuracies.tolist() == ([0.0, 1.0] if loss == ("simpo",) else [1.0, 1.0])
 
 
-# --- From tokens to the batch
-
-ROWS = [Row(prompt, chosen, rejected, prompt, {}) for prompt, chosen, rejected in (
-    ((5, 9, 33), (60, 12, 7, 2), (90, 2)), ((8, 3), (77, 2), (21, 4, 96, 5, 2)),
-    ((8, 3, 14, 20), (17, 30, 2), (41, 6, 2)), ((50,), (51, 52, 53, 54, 2), (55, 2)))]
-
-
-@pytest.fixture(scope="module")
-def policy():
-    policy = make("llama", 1)
-    enable_shared_prompts(policy)
-    return policy
-
-
-@pytest.fixture(scope="module")
-def known():
-    known = ReferenceCache()
-    known.score(make("llama", 2), dpo.groups(ROWS))
-    return known
-
-
-@pytest.mark.parametrize("flags", [dict(loss=("ipo",)), dict(loss=("sigmoid", "sft"), loss_weights=(1.0, 0.5))])
-def test_micro_batching_changes_no_gradient(policy, known, flags):
-    seen = []
-    for budget in (100_000, 25, 1):
-        policy.zero_grad()
-        args = dpo.replace(ARGS, tokens_per_forward=budget, **flags)
-        values = dpo.run_batch(policy, ROWS, known, args, train=True)
-        seen.append((values, gradient(policy)))
-    for values, found in seen[1:]:
-        assert values == pytest.approx(seen[0][0], rel=1e-4, abs=1e-4)
-        torch.testing.assert_close(found, seen[0][1], rtol=1e-3, atol=1e-4 * found.abs().max().item())
-    assert found.abs().max() > 1e-4
-
-
-def test_evaluation_leaves_no_gradient(policy, known):
-    policy.zero_grad()
-    dpo.run_batch(policy, ROWS, known, ARGS, train=False)
-    assert all(p.grad is None for p in policy.parameters())
-
-
 @torch.no_grad()
-def test_log_ratios_are_log_probs_without_a_reference(policy):
-    batch = measure(policy, ROWS, None, dpo.replace(ARGS, ref="none"))
+def test_log_ratios_are_log_probs_without_a_reference():
+    rows = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), (), {}), Row((8, 3), (77, 2), (21, 4, 96, 5, 2), (), {})]
+    batch = measure(make("llama"), rows, None, dpo.replace(ARGS, ref="none"))
     assert batch.ratio_w.equal(batch.logp_w) and batch.ratio_l.equal(batch.logp_l)
-    assert batch.len_w.tolist() == [4, 2, 3, 5]
+    assert batch.len_w.tolist() == [4, 2] and batch.len_l.tolist() == [2, 5]

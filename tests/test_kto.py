@@ -1,10 +1,10 @@
 """kto.py: the loss and z by hand, and runs. What it shares with dpo.py is the same text, tested in test_dpo.py."""
 import json
+from itertools import product
 from math import exp
 
 import numpy as np
 import pytest
-import torch
 from models import logps, make
 from runs import ROOT, arguments, run  # noqa: F401
 from torch import tensor
@@ -39,7 +39,7 @@ def test_loss_and_gradient_by_hand(name, losses, slopes):
 
 
 def test_metrics_by_hand():
-    batch = Batch(logp=tensor([-9.0, -8.0, -7.0]), ratio=tensor([2.0, 1.0, 0.0]), length=torch.full((3,), 4.0),
+    batch = Batch(logp=tensor([-9.0, -8.0, -7.0]), ratio=tensor([2.0, 1.0, 0.0]), length=tensor([4.0, 4.0, 4.0]),
                   is_desirable=tensor([True, False, False]))
     values = metrics(batch, Args(beta=0.1))
     means = {name: value[mask].tolist() for name, (value, mask) in values.items()}
@@ -63,23 +63,24 @@ def test_others_answer_other_prompts(n_prompts):
     drawn = draw_others(rows, rows, Args())
     assert drawn == draw_others(rows, rows, Args()) != draw_others(rows, rows, Args(seed=1))
     assert all(rows[row.other[0]].prompt != row.prompt for row in drawn)
-    assert len({row.other for row in drawn}) > 15, "they are spread over the rows"
+    assert len({row.other for row in drawn}) > 15
     held_out = draw_others(rows[:3], rows[1:], Args())
     assert all(row.other[0] > 0 and rows[row.other[0]].prompt != row.prompt for row in held_out)
 
 
 def test_one_prompt_alone_is_refused():
-    rows = [make_row((9,), (i, 99)) for i in range(4)]
+    rows = [make_row((9,), (5,)), make_row((9,), (6,))]
     with pytest.raises(BadInput, match="all rows have one prompt"):
         draw_others(rows, rows, Args())
 
 
 def test_answers_to_other_prompts_are_cut(capsys):
     rows = [make_row((9,) * (1 + i), tuple(range(100 * i, 100 * i + 10 - i))) for i in range(8)]
-    drawn = draw_others(rows, rows, Args(max_length=11))
-    for row in drawn:
-        assert row.other == rows[row.other[0] // 100].completion[:11 - len(row.prompt)]
-    n_cut = sum(len(row.other) < len(rows[row.other[0] // 100].completion) for row in drawn)
+    n_cut = 0
+    for row in draw_others(rows, rows, Args(max_length=11)):
+        whole = rows[row.other[0] // 100].completion
+        assert row.other == whole[:11 - len(row.prompt)]
+        n_cut += row.other != whole
     assert n_cut and f"{n_cut} of 8 " in capsys.readouterr().out
 
 
@@ -89,17 +90,15 @@ def test_z_is_the_mean_over_the_whole_batch():
     rows = [make_row(tuple(draw(3, 97, 3 + i % 4)), (5, 2), other=tuple(draw(3, 97, 2 + i % 5))) for i in range(12)]
     known = ReferenceCache()
     known.score(reference, kto.groups(kto.with_others(rows)))
-    with torch.no_grad():
-        others = [(row.prompt, row.other) for row in rows]
-        ratios = [(y - ref).sum().item() for y, ref in zip(logps(policy, others), logps(reference, others))]
+    others = [(row.prompt, row.other) for row in rows]
+    ratios = [(y - ref).sum().item() for y, ref in zip(logps(policy, others), logps(reference, others))]
     order = np.argsort(ratios)
-    assert min(ratios) < 0 < max(ratios), "or the test would not see whether the clamp comes after the mean"
-    for some in (range(12), order[:3], order[[0, -1]], order[-1:]):
-        expected = max(0.0, np.mean([ratios[i] for i in some]))
-        for budget in (1, 20, 100_000):
-            args = Args(dtype="float32", tokens_per_forward=budget, beta=0.1)
-            z = kto.estimate_kl(policy, [rows[i] for i in some], known, args)
-            assert z.item() == pytest.approx(expected, abs=1e-3) and not z.requires_grad
+    assert min(ratios) < 0 < max(ratios)  # or the test would not see whether the clamp comes after the mean
+    for some, budget in product((range(12), order[:3], order[[0, -1]], order[-1:]), (1, 20, 100_000)):
+        args = Args(dtype="float32", tokens_per_forward=budget)
+        z = kto.estimate_kl(policy, [rows[i] for i in some], known, args)
+        assert z.item() == pytest.approx(max(0.0, np.mean([ratios[i] for i in some])), abs=1e-3)
+        assert not z.requires_grad
 
 
 def test_metrics_are_means_of_their_rows():
@@ -127,24 +126,17 @@ def labelled(tmp_path, labels):
     return f"{tmp_path}/rows.jsonl"
 
 
-def test_a_file_sorted_by_label_is_shuffled(tmp_path):
-    data = labelled(tmp_path, [True] * 10 + [False] * 10)
-    history = kto.main(arguments("kto", data=data, batch_size=7, lr=0.0))
-    assert all("rewards/margins" in values for values in history[1:])
-
-
-@pytest.mark.parametrize("weights, advice", [((3.0, 2.0), 0.85), ((1.0, 0.3), None), ((1.0, 0.24), 0.28)])
+@pytest.mark.parametrize("weights, advice", [
+    ((3.0, 2.0), "--undesirable_weight 0.85 would balance them"), ((1.0, 0.3), None),
+    ((1.0, 0.0), "--undesirable_weight 0.28 would balance them")])
 def test_a_weight_that_balances_the_labels_is_advised(tmp_path, capsys, weights, advice):
     """Of 20 rows 5 are desirable: λ_D · 5 / (λ_U · 15) should lie between 1 and 4/3."""
     data = labelled(tmp_path, [True] * 5 + [False] * 15)
     kto.main(arguments("kto", data=data, desirable_weight=weights[0], undesirable_weight=weights[1], steps=0))
     printed = capsys.readouterr().out
     assert "5 of 20 rows are desirable" in printed
-    assert (f"--undesirable_weight {advice} would balance them" in printed) == (advice is not None)
-    assert ("would balance" in printed) == (advice is not None)
+    assert advice in printed if advice else "would balance" not in printed
 
-
-# --- What is refused
 
 @pytest.mark.parametrize("labels", [[True] * 9, [False] * 9])
 def test_one_label_alone_is_refused(tmp_path, labels):

@@ -86,9 +86,10 @@ def in_processes(n, function, *args):
     for end in forks(n):
         end.send((port, function, args))
     results = [end.recv() if end.poll(120) else ("hangs", None) for end in forks(n)]
+    if any(kind == "hangs" for kind, _ in results):
+        kill(n)
     for kind, value in results:
         if kind != "result":
-            kill(n)
             raise value if isinstance(value, BadInput) else AssertionError(f"{kind} {value}")
     return pickle.loads(results[0][1])
 
@@ -266,7 +267,8 @@ def run_its_own(main, *args_of_ranks):
     return main(args_of_ranks[int(os.environ["RANK"])])
 
 
-@pytest.mark.parametrize("differs", ["lr", "model", "reward", "out"])
+@pytest.mark.parametrize("differs", ["model", "out", *(
+    pytest.param(flag, marks=pytest.mark.slow) for flag in ("lr", "reward"))])
 def test_processes_of_different_runs_are_refused(differs, tmp_path):
     """As with another file on the disk of a second computer: what they train would be nothing of both."""
     args = flags_of("rloo")[1]
@@ -303,16 +305,27 @@ def test_rank_without_a_local_rank_is_refused(monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("environment, device", [({}, 0), ({"LOCAL_RANK": "3"}, 3)])
-def test_one_process_chooses_its_gpu(monkeypatch, environment, device):
-    """Without that, a mesh of one process warns."""
-    chosen = []
+def test_memory_of_a_step_is_that_of_the_fullest_process(monkeypatch):
+    """Else one process would choose a live reference, or checkpointing, and another would not."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", iter((100, 164)).__next__)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 1000))
+    monkeypatch.setattr(refcache, "all_gather", lambda mine: [mine, (90, 5, 70, 60, 1000)])
+    memory = refcache.step_memory(make("llama").requires_grad_(False), 64)
+    assert memory == (100, 5, 70, 64 / 2 + 2 * 2 * 32 * 64, 1000) and memory.used == 0.175
+
+
+@pytest.mark.parametrize("environment, device, backend", [
+    ({}, "cuda:0", []), (dict(RANK="7", LOCAL_RANK="3"), "cuda:3", [("cpu:gloo,cuda:nccl", "cuda:3")])])
+def test_each_process_chooses_its_gpu(monkeypatch, environment, device, backend):
+    """A single one, too: else a mesh of one process warns. The weights of a Swap, on the CPU, need gloo."""
+    calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(str(device)))
+    monkeypatch.setattr(dist, "init_process_group", lambda kind, device_id: calls.append((kind, str(device_id))))
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with refcache.process_group():
-        assert chosen == [torch.device("cuda", device)]
+        assert calls == [device, *backend]
 
 
 @pytest.mark.slow

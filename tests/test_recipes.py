@@ -1,6 +1,5 @@
-"""docs/recipes.md: each command is parsed by its script and runs for two steps, with the recipe's own flags. The model
-is a tiny one of the same architecture, whose template has the role markers of the real one. The rows are written by
-hand in the columns of the data set."""
+"""docs/recipes.md: each command runs for two steps, with a tiny model of the same architecture, whose template has the
+role markers of the real one, and with rows in the columns of the data set."""
 import re
 import shlex
 import sys
@@ -31,6 +30,7 @@ MODELS = {
     "trl-lib/pythia-1b-deduped-tldr-sft": ("gpt_neox", "", "", ""),
 }
 NO_THOUGHT = "{% if enable_thinking is false %}<think>\n\n</think>\n{% endif %}"  # SmolLM3, before an answer
+QUICK = re.compile("out/(tulu3|smollm3|kto-llama3|rloo-tldr)$")
 FIRST_LOSS = {"sigmoid": log(2), "sigmoid_norm": log(2), "apo_zero": 1.0, "kto": 0.5}  # where policy = reference
 
 
@@ -64,17 +64,14 @@ def script_and_flags(recipe):
     return script, tyro.cli(script.Args, args=shlex.split(flags), use_underscores=True)
 
 
-def case(recipe):
-    slow = [pytest.mark.slow] * ("lora" in recipe)
-    return pytest.param(recipe, marks=slow, id=recipe.split()[-1])
-
-
 def test_each_of_nine_recipes_is_parsed_by_its_script():
     assert len(RECIPES) == 9
     assert {script_and_flags(recipe)[1].model for recipe in RECIPES} == set(MODELS)
 
 
-@pytest.mark.parametrize("recipe", [case(recipe) for recipe in RECIPES])
+@pytest.mark.parametrize("recipe", [
+    pytest.param(recipe, marks=[pytest.mark.slow] * (not QUICK.search(recipe)), id=recipe.split()[-1])
+    for recipe in RECIPES])
 def test_recipe_runs_with_its_own_flags(recipe, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     monkeypatch.chdir(tmp_path)

@@ -241,12 +241,12 @@ def test_only_checkpoints_of_the_run_are_removed_at_its_end(tmp_path):
     shutil.copytree(newest(out), out / "resume-best")  # the natural way to keep one
     (out / "resume-notes").mkdir()
     (out / ".model").mkdir()  # a killed save of the model has left it
-    (out / ".model/model-00001-of-00002.safetensors").write_bytes(b"stale")
+    (out / ".model/half of the weights").touch()
     before = contents(out / "resume-best")
     start("dpo", out)
     assert contents(out / "resume-best") == before and (out / "resume-notes").exists()
     assert [path.name for path in out.glob("resume-*") if path.name[7:].isdigit()] == []
-    assert not (out / ".model").exists() and len(list((out / "model").glob("*.safetensors"))) == 1
+    assert not (out / ".model").exists() and not (out / "model/half of the weights").exists()
 
 
 @pytest.mark.parametrize("damage", ["no shard", "short shard", "no log", "short log"])
@@ -333,7 +333,7 @@ def test_resume_refuses_other_rows_weights_and_functions(name, tmp_path):
     edits.append((function, function.read_bytes().replace(b"return", b"return 2 *"), "functions"))
     for model in models:
         edits.append((model / "model.safetensors", Path(tiny(1), "model.safetensors").read_bytes(), "weights"))
-        for settings in ("generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        for settings in ("generation_config.json", "chat_template.jinja")[:1 + (model.name == "model")]:
             text = (model / settings).read_bytes().replace(b"\n", b" \n").replace(b"{%", b"{% ", 1)
             edits.append((model / settings, text, f"{model.name}'s settings"))
     for file, edited, words in edits:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import build, logps
+from models import SMALL, build, logps
 from runs import FOLDER, ROOT, TINY, TOKENIZER, arguments, data, distance, read, save, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
 from torch import tensor
@@ -187,6 +187,19 @@ def test_reward_model_equals_one_forward_per_text(tmp_path, pad):
     for budget in (1, 120, 10**6):
         judge = RewardModel(path, "cpu", Args(tokens_per_forward=budget))
         assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
+
+
+def test_reward_model_of_text_and_images_pads_with_its_token(tmp_path):
+    """Its configuration of the text lies inside another."""
+    text = dict(SMALL, vocab_size=len(TOKENIZER), head_dim=8, pad_token_id=7)
+    vision = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=14)
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, num_labels=1)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    TOKENIZER.save_pretrained(tmp_path)
+    judge = RewardModel(str(tmp_path), "cpu", Args())
+    prompts, answers = ["Soup?", "Tea?"], [" Yes, it was very nice.", " No."]
+    alone = [judge([prompt], [answer], [True])[0] for prompt, answer in zip(prompts, answers)]
+    assert judge(prompts, answers, [True, True]) == pytest.approx(alone, abs=1e-5) and alone[0] != alone[1]
 
 
 @pytest.mark.parametrize("kind", [str, list])

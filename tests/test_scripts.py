@@ -116,17 +116,6 @@ def test_help_shows_shapes_and_metrics_as_paragraphs(script, capsys):
         assert lines[place - 1] == ""
 
 
-def test_interrupt_is_one_sentence(capsys, monkeypatch):
-    def checkpoint_digest(name):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(refcache, "checkpoint_digest", checkpoint_digest)
-    args = arguments()
-    assert command_line("dpo", "--model", args.model, "--data", args.data, "--out", args.out) == 2
-    printed = capsys.readouterr().err
-    assert printed.splitlines()[-1] == "dpo.py: stopped, the same command resumes" and "Traceback" not in printed
-
-
 @EACH
 def test_bad_input_is_one_sentence_and_exit_code_2(script, tmp_path, capsys):
     reward = ("--reward", f"{ROOT}/demo/score.py:sentiment") if script == "rloo" else ()
@@ -152,14 +141,18 @@ def test_wrong_file_or_folder_is_named_in_one_sentence(flag, name, tmp_path, cap
     assert not any("Traceback" in line for line in printed) and (tmp_path / "file").read_text() == "mine"
 
 
-def test_out_of_memory_names_the_flag_to_lower(capsys, monkeypatch):
+@pytest.mark.parametrize("error, sentence", [
+    (KeyboardInterrupt(), "dpo.py: stopped, the same command resumes$"),
+    (torch.OutOfMemoryError("CUDA out of memory"), "dpo.py: CUDA out of memory.*--tokens_per_forward")])
+def test_interrupt_and_full_gpu_are_one_sentence(capsys, monkeypatch, error, sentence):
     def checkpoint_digest(name):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        raise error
 
     monkeypatch.setattr(refcache, "checkpoint_digest", checkpoint_digest)
     args = arguments()
     assert command_line("dpo", "--model", args.model, "--data", args.data, "--out", args.out) == 2
-    assert "--tokens_per_forward" in capsys.readouterr().err.splitlines()[-1]
+    printed = capsys.readouterr().err
+    assert re.match(sentence, printed.splitlines()[-1]) and "Traceback" not in printed
 
 
 @EACH
