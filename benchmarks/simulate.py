@@ -7,6 +7,9 @@
 
 main() of the script, or DPOTrainer, runs on fake CUDA tensors (fake_gpu.py; needs g++). Replaced are weights (shapes
 only), rows, checkpoints, and what compares log-probs. Time is a roofline's, without communication between GPUs.
+
+--compile estimates changes/compile.patch: see FakeGPU.compile. --no-graph: each token of a rollout is started kernel by
+kernel.
 """
 import contextlib
 import io
