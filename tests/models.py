@@ -115,9 +115,12 @@ def logps(model, rows, temperature=1.0):
     return found
 
 
+def logp(model, prompt, y, temperature=1.0):
+    return logps(model, [(prompt, y)], temperature)[0]
+
+
 def slow(model, groups, temperature=1.0):
-    """One forward per sequence."""
-    return [[logps(model, [(prompt, y)], temperature)[0] for y in completions] for prompt, completions in groups]
+    return [[logp(model, prompt, y, temperature) for y in completions] for prompt, completions in groups]
 
 
 def flat(ragged):

@@ -174,7 +174,6 @@ def test_a_lock_that_another_job_holds_is_told(path, monkeypatch, capsys, is_hel
 
 
 def test_a_log_shows_no_inner_bars(capsys):
-    """There are 68 in a run of rloo.py."""
     for _ in refcache.progress_bar("ab", desc="outer"):
         list(refcache.progress_bar("cd", desc="inner"))
     list(refcache.progress_bar("ef", desc="next"))

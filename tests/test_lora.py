@@ -78,7 +78,7 @@ def test_rank_alpha_and_target_are_those_of_the_flags(flags, r, alpha, modules):
 
 
 def test_a_new_adapter_depends_on_the_seed_only(run):
-    """Not on the random numbers that were drawn before in this process."""
+    """Not on random numbers that were drawn before."""
     flags = LORA | dict(ref="swap", steps=1, lr=0.0)
     torch.manual_seed(11)
     one = run(**flags)
