@@ -115,7 +115,8 @@ def test_metrics_are_means_of_their_rows():
 # --- Training
 
 def test_batch_of_one_kind_has_no_metrics_of_the_other():
-    values = kto.run_batch(make("llama"), [make_row((3, 4), (5,))], None, Args(dtype="float32"), train=False)
+    args = Args(dtype="float32", beta=0.1)
+    values = kto.run_batch(make("llama"), [make_row((3, 4), (5,))], None, args, train=False)
     assert "rewards/chosen" in values and not {"rewards/rejected", "rewards/margins"} & values.keys()
 
 
