@@ -1,4 +1,4 @@
-"""kto.py: the loss, y' and z. Its runs: test_references.py. What it shares with dpo.py is tested in test_dpo.py."""
+"""kto.py: the loss and z by hand, and runs. What it shares with dpo.py is the same text, tested in test_dpo.py."""
 import json
 from itertools import product
 from math import exp
@@ -6,7 +6,7 @@ from math import exp
 import numpy as np
 import pytest
 from models import logps, make
-from runs import ROOT, arguments, run  # noqa: F401
+from runs import ROOT, arguments
 from torch import tensor
 
 import kto
@@ -18,14 +18,24 @@ def sg(x):
     return 1 / (1 + exp(-x))
 
 
-@pytest.mark.parametrize("name, losses", [
-    ("kto", [1.2 * (1 - sg(0.2 * (1.5 - 0.4))), 0.9 * (1 - sg(0.2 * (0.4 + 0.5)))]),
-    ("apo_zero_unpaired", [1.2 * (1 - sg(0.2 * 1.5)), 0.9 * sg(0.2 * -0.5)])])
-def test_loss_by_hand(name, losses):
-    batch = Batch(logp=tensor([-9.0, -8.0]), ratio=tensor([1.5, -0.5]), is_desirable=tensor([True, False]),
-                  length=tensor([5.0, 4.0]))
+# --- The loss
+
+BATCH = Batch(logp=tensor([-9.0, -8.0]), ratio=tensor([1.5, -0.5]), is_desirable=tensor([True, False]),
+              length=tensor([5.0, 4.0]))
+
+
+@pytest.mark.parametrize("name, losses, slopes", [
+    ("kto", [1.2 * (1 - sg(0.22)), 0.9 * (1 - sg(0.18))], [-0.24 * sg(0.22) * sg(-0.22), 0.18 * sg(0.18) * sg(-0.18)]),
+    ("apo_zero_unpaired", [1.2 * (1 - sg(0.3)), 0.9 * sg(-0.1)],
+     [-0.24 * sg(0.3) * sg(-0.3), 0.18 * sg(0.1) * sg(-0.1)])])
+def test_loss_and_gradient_by_hand(name, losses, slopes):
+    """β = 0.2, z = 0.4, log-ratios 1.5 and −0.5: 0.2 · (1.5 − 0.4) = 0.22, 0.2 · (0.4 + 0.5) = 0.18."""
+    ratio = BATCH.ratio.clone().requires_grad_()
     args = Args(loss=name, beta=0.2, desirable_weight=1.2, undesirable_weight=0.9)
-    assert feedback_loss(batch, tensor(0.4), args).tolist() == pytest.approx(losses)
+    found = feedback_loss(BATCH._replace(ratio=ratio), tensor(0.4), args)
+    assert found.tolist() == pytest.approx(losses)
+    found.sum().backward()
+    assert ratio.grad.tolist() == pytest.approx(slopes)
 
 
 def test_metrics_by_hand():
@@ -41,8 +51,10 @@ def test_metrics_by_hand():
         assert found == pytest.approx(expected[name]), name
 
 
-def make_row(prompt, completion, other=()):
-    return Row(prompt, completion, True, other, whole_prompt=prompt, columns={})
+# --- Answers to other prompts, and z
+
+def make_row(prompt, completion, is_desirable=True, other=()):
+    return Row(prompt, completion, is_desirable, other, whole_prompt=prompt, columns={})
 
 
 @pytest.mark.parametrize("n_prompts", [2, 3, 40])
@@ -50,8 +62,8 @@ def test_others_answer_other_prompts(n_prompts):
     rows = [make_row((i % n_prompts,), (i, 99)) for i in range(40)]
     drawn = draw_others(rows, rows, Args())
     assert drawn == draw_others(rows, rows, Args()) != draw_others(rows, rows, Args(seed=1))
-    assert len({row.other for row in drawn}) > 15
     assert all(rows[row.other[0]].prompt != row.prompt for row in drawn)
+    assert len({row.other for row in drawn}) > 15
     held_out = draw_others(rows[:3], rows[1:], Args())
     assert all(row.other[0] > 0 and rows[row.other[0]].prompt != row.prompt for row in held_out)
 
@@ -89,9 +101,23 @@ def test_z_is_the_mean_over_the_whole_batch():
         assert not z.requires_grad
 
 
-def test_batch_of_one_kind(run):
-    values = run("kto", batch_size=1).history[1]
-    assert ("rewards/chosen" in values) != ("rewards/rejected" in values) and "rewards/margins" not in values
+def test_metrics_are_means_of_their_rows():
+    policy = make("llama", 1)
+    rows = [make_row((3 + i, 4), (5,) * (1 + i), i < 2) for i in range(5)]
+    sums = [y.sum().item() for y in logps(policy, [row[:2] for row in rows])]
+    args = Args(dtype="float32", tokens_per_forward=12, beta=0.1)
+    values = kto.run_batch(policy, rows, None, args, train=False)
+    assert values["logps/chosen"] == pytest.approx(np.mean(sums[:2]))
+    assert values["logps/rejected"] == pytest.approx(np.mean(sums[2:]))
+    assert values["logratio"] == pytest.approx(-np.mean([sums[i] / (1 + i) for i in range(5)]))
+
+
+# --- Training
+
+def test_batch_of_one_kind_has_no_metrics_of_the_other():
+    args = Args(dtype="float32", beta=0.1)
+    values = kto.run_batch(make("llama"), [make_row((3, 4), (5,))], None, args, train=False)
+    assert "rewards/chosen" in values and not {"rewards/rejected", "rewards/margins"} & values.keys()
 
 
 def labelled(tmp_path, labels):
@@ -101,16 +127,14 @@ def labelled(tmp_path, labels):
     return f"{tmp_path}/rows.jsonl"
 
 
-@pytest.mark.parametrize("weights, advice", [
-    ((3.0, 2.0), "--undesirable_weight 0.85 would balance them"), ((1.0, 0.3), None),
-    ((1.0, 0.0), "--undesirable_weight 0.28 would balance them")])
-def test_a_weight_that_balances_the_labels_is_advised(tmp_path, capsys, weights, advice):
+@pytest.mark.parametrize("desirable, undesirable, advice", [(3.0, 2.0, 0.85), (1.0, 0.3, None), (1.0, 0.0, 0.28)])
+def test_a_weight_that_balances_the_labels_is_advised(tmp_path, capsys, desirable, undesirable, advice):
     """Of 20 rows 5 are desirable: λ_D · 5 / (λ_U · 15) should lie between 1 and 4/3."""
     data = labelled(tmp_path, [True] * 5 + [False] * 15)
-    kto.main(arguments("kto", data=data, desirable_weight=weights[0], undesirable_weight=weights[1], steps=0))
+    kto.main(arguments("kto", data=data, desirable_weight=desirable, undesirable_weight=undesirable, steps=0))
     printed = capsys.readouterr().out
     assert "5 of 20 rows are desirable" in printed
-    assert advice in printed if advice else "would balance" not in printed
+    assert f"--undesirable_weight {advice} would balance them" in printed if advice else "would bal" not in printed
 
 
 @pytest.mark.parametrize("labels", [[True] * 9, [False] * 9])
