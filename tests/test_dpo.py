@@ -28,9 +28,8 @@ def loaded(monkeypatch):
     """Of every call of dpo.load_model: whether it loads the policy, and the number of models in memory after it."""
     calls = []
     alive = weakref.WeakSet()
-    original = dpo.load_model
 
-    def load_model(*rest, trains=False):
+    def load_model(*rest, trains=False, original=dpo.load_model):
         model = original(*rest, trains=trains)
         alive.add(model)
         gc.collect()
