@@ -7,10 +7,9 @@ from models import build, make
 from runs import SCRIPTS, TIED, needs_peft, run, save  # noqa: F401
 from test_logprobs import GROUPS, ON_CUDA, SAMPLES, slow, values_and_gradients
 
-import dpo
 import refcache
 import rloo
-from refcache import ReferenceCache, Swap, completion_logprobs, enable_shared_prompts
+from refcache import Swap, completion_logprobs, enable_shared_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -47,21 +46,6 @@ def test_bfloat16_kernel_is_as_close_as_the_loop(name, k, monkeypatch):
         assert ours < bound and ours < 1.5 * theirs + 1e-3
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window-5"])
-def test_no_micro_batch_waits_for_the_gpu(name):
-    model = make(name).cuda().bfloat16()
-    rows = [dpo.Row(x, ys[0], ys[-1], x, {}) for x, ys in SAMPLES[2]] * 3
-    known = ReferenceCache()
-    args = dpo.Args(tokens_per_forward=60)
-    known.score(model, dpo.groups(rows), 60)
-    try:
-        for mode in ("default", "error"):  # the first time compiles kernels
-            torch.cuda.set_sync_debug_mode(mode)
-            dpo.weighted_loss(dpo.measure(model, rows, known, args), args).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
 def test_swap_through_pinned_memory_restores_every_bit():
     policy = make("llama-tied").cuda()
     reference = make("llama-tied", seed=1)
@@ -80,16 +64,6 @@ def test_tied_bfloat16_model_agrees_with_its_reference(script, lora, run):
     model = save(build("llama", TIED).bfloat16(), "tied-bfloat16")
     history = run(script, model=model, dtype="bfloat16", **lora).history
     assert history[1]["kl" if script == "rloo" else "logratio"] == 0
-
-
-def test_greedy_rollouts_do_not_depend_on_the_batch():
-    policy = make("llama").cuda()
-    prompts = [(5, 6, 7), (9, 8), (4, 3, 2, 11, 12)]
-    tokenizer = SimpleNamespace(eos_token_id=None, batch_decode=lambda *_, **__: [])
-    args = rloo.Args(temperature=1e-4, max_new_tokens=8)
-    enable_shared_prompts(policy)
-    together = rloo.rollout(policy, tokenizer, prompts, 3, 1, args).groups
-    assert together == [rloo.rollout(policy, tokenizer, [prompt], 3, 1, args).groups[0] for prompt in prompts]
 
 
 @pytest.mark.parametrize("lora", [{}, pytest.param(dict(lora_r=4), marks=needs_peft)])

@@ -5,7 +5,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from dataclasses import replace
 from functools import cache
@@ -26,28 +25,21 @@ from refcache import BadInput, ReferenceCache, completion_logprobs, micro_batche
 UNEVEN = dict(batch_size=5, steps=3, tokens_per_forward=150, max_new_tokens=6)  # several forwards, not equally many
 CASES = {  # what differs between processes: weights, gradients, data, references, rollouts
     "dpo": ("dpo", dict(samples=3)),
-    "dpo-one-row": ("dpo", dict(batch_size=1, steps=2)),
     "dpo-swap": ("dpo", dict(ref="swap", gradient_checkpointing="on")),
     "dpo-sync": ("dpo", dict(ref="swap", sync_reference=2, sync_mix=0.6)),
     "dpo-lora": ("dpo", dict(lora_r=4, lr=2e-2)),
     "dpo-bfloat16": ("dpo", dict(dtype="bfloat16", ref="swap")),
     "kto": ("kto", dict(samples=3)),
-    "kto-one-row": ("kto", dict(batch_size=1, steps=2, model=tiny(1), ref_model=tiny())),  # z is positive
-    "rloo": ("rloo", dict(updates_per_rollout=2, steps=2)),
-    "rloo-one-prompt": ("rloo", dict(batch_size=1)),
-    "rloo-sync": ("rloo", dict(sync_reference=2, mask_truncated=True)),
+    "kto-one-row": ("kto", dict(batch_size=1, steps=1, model=tiny(1), ref_model=tiny())),  # z is positive
+    "rloo": ("rloo", dict(updates_per_rollout=2, steps=1)),
+    "rloo-sync": ("rloo", dict(sync_reference=2, mask_truncated=True, batch_size=1)),
 }
 
 
-def slow_but(quick):
+def slow_but(*quick):
     """All cases. Those that are not named are slow."""
-    marked = []
-    for name in CASES:
-        marks = [needs_peft] if "lora" in name else []
-        if name not in quick:
-            marks.append(pytest.mark.slow)
-        marked.append(pytest.param(name, marks=marks))
-    return marked
+    marks = {name: [needs_peft] * ("lora" in name) + [pytest.mark.slow] * (name not in quick) for name in CASES}
+    return [pytest.param(name, marks=marks[name]) for name in CASES]
 
 
 FORKS = {}  # number of processes -> [(process, end of the pipe where it waits for work), ..]
@@ -131,15 +123,6 @@ def run_with(name, replacement, main, args):
         return main(args)
 
 
-def append_late(*inputs, append=rloo.append):
-    time.sleep(0.5)
-    append(*inputs)
-
-
-def test_steps_0_of_rloo_waits_for_the_metrics():
-    assert len(in_processes(2, run_with, "append", append_late, rloo.main, flags_of("rloo", steps=0)[1])) == 1
-
-
 def assert_same(one, several):
     for a, b in zip(one[0], several[0], strict=True):
         assert a == pytest.approx(b, abs=1e-5, rel=1e-4)
@@ -148,18 +131,18 @@ def assert_same(one, several):
         assert torch.allclose(weights, several[1][name], atol=1e-5), name
 
 
-@pytest.mark.parametrize("name", slow_but({"kto-one-row", "rloo"}))
+@pytest.mark.parametrize("name", slow_but("kto-one-row", "rloo"))
 def test_two_processes_give_the_run_of_one(name):
-    if CASES[name][1].get("dtype"):
+    if name == "dpo-bfloat16":
         pytest.skip("see the next test")
     assert_same(whole(name, 1), whole(name, 2))
 
 
+@pytest.mark.slow
 def test_two_bfloat16_processes_give_the_run_of_one():
     (one, theirs, _), (two, ours, _) = (whole("dpo-bfloat16", n) for n in (1, 2))
-    assert [values["eval_logratio"] for values in (one[0], two[0])] == [0, 0]
+    assert one[0]["eval_logratio"] == two[0]["eval_logratio"] == one[1]["logratio"] == two[1]["logratio"] == 0
     for a, b in zip(one[1:], two[1:], strict=True):
-        assert a["logratio"] == b["logratio"] == 0 or a["step"] > 1
         assert a["loss"] == pytest.approx(b["loss"], abs=2e-3)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=0.05)
     begin = weights_of(tiny())
@@ -175,7 +158,6 @@ def test_process_without_samples_goes_on():
     """Else they would wait for its weights for ever."""
     _, args = flags_of("dpo", steps=1)
     assert len(in_processes(2, run_with, "stop_tokens", every_token_of_the_first, dpo.main, args)) == 2
-    assert len(Path(args.out, "samples.jsonl").read_text().splitlines()) == 6
 
 
 # --- Log-probs
@@ -247,7 +229,7 @@ def run_until(step, main, args):
 
 
 @pytest.mark.parametrize("processes", [(2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", slow_but({"dpo-sync"}))
+@pytest.mark.parametrize("name", slow_but("dpo-sync"))
 def test_runs_resume_with_any_number_of_processes(name, processes):
     script, args = flags_of(name, save_every=1)
     main = SCRIPTS[script].main
@@ -267,20 +249,13 @@ def run_its_own(main, *args_of_ranks):
     return main(args_of_ranks[int(os.environ["RANK"])])
 
 
-@pytest.mark.parametrize("differs", ["model", "out", *(
-    pytest.param(flag, marks=pytest.mark.slow) for flag in ("lr", "reward"))])
+@pytest.mark.parametrize("differs", ["model", "out"])
 def test_processes_of_different_runs_are_refused(differs, tmp_path):
     """As with another file on the disk of a second computer: what they train would be nothing of both."""
-    args = flags_of("rloo")[1]
-    args.out = f"{tmp_path}/out"
-    theirs = dict(lr=0.1, model=tiny(1), out=f"{tmp_path}/other")
-    if differs == "reward":
-        file, _, name = args.reward[0].partition(":")
-        edited = tmp_path / "edited.py"
-        edited.write_text(Path(file).read_text() + "# edited")
-        theirs["reward"] = (f"{edited}:{name}",)
+    args = flags_of("rloo", out=f"{tmp_path}/out")[1]
+    theirs = replace(args, **{differs: {"model": tiny(1), "out": f"{tmp_path}/other"}[differs]})
     with pytest.raises(BadInput, match="the processes differ in flags, data, models or --out"):
-        in_processes(2, run_its_own, rloo.main, args, replace(args, **{differs: theirs[differs]}))
+        in_processes(2, run_its_own, rloo.main, args, theirs)
     assert not list(tmp_path.rglob("*.jsonl"))
 
 

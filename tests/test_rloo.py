@@ -1,6 +1,7 @@
 """rloo.py: advantages and gradients by hand, rewards, training against a slow loop of two models, samples."""
 import json
 import math
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -9,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import SMALL, build, logps
-from runs import FOLDER, ROOT, TINY, TOKENIZER, arguments, data, distance, read, save, tiny, weights_of, without_speed
+from models import SMALL, logps
+from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, read, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
 from torch import tensor
 from transformers import (
@@ -34,9 +35,6 @@ def constant(completions, **columns):
 
 def silent(completions, **columns):
     return [None] * len(completions)
-
-def single(**columns):
-    return [1.0]
 
 def infinite(completions, **columns):
     return [1.0, float("-inf")] + [0.0] * (len(completions) - 2)
@@ -114,37 +112,28 @@ def test_rewards_are_weighted():
     assert means == {"rewards/f0": 2.5, "rewards/f1": 15}
 
 
-def test_rewards_of_one_name_have_metrics_of_their_own():
-    names = [name for name, _, _ in rloo.load_rewards("cpu", Args(reward=(f"{FILE}:vowels", f"{FILE}:vowels")))]
-    assert names == [f"{FILE}:vowels"] * 2
-    assert rloo.load_rewards("cpu", Args(reward=(f"{FILE}:vowels",)))[0][0] == "vowels"
+@pytest.mark.parametrize("n, name", [(1, "vowels"), (2, f"{FILE}:vowels")])
+def test_rewards_of_one_name_have_metrics_of_their_own(n, name):
+    loaded = rloo.load_rewards("cpu", Args(reward=(f"{FILE}:vowels",) * n))
+    assert [reward[0] for reward in loaded] == [name] * n
 
 
-def test_columns_come_once_per_sample():
-    seen = {}
-
-    def reward(**columns):
-        seen.update(columns)
-        return [0.0] * 4
-
-    score((reward, 1.0), rows=[dict(prompt="a", thing=1), dict(prompt="b", other=None)])
-    texts = [" soup", " tea", " bread", " cake"]
-    assert seen == dict(prompts=["a", "a", "b", "b"], completions=texts, completion_ids=TOKENIZER(texts).input_ids,
-                        ended=[True, False, True, True], thing=[1, 1, None, None], other=[None] * 4)
-
-
-def test_rewards_may_change_their_arguments():
+def test_columns_come_once_per_sample_and_functions_may_change_them():
     seen = []
 
-    def wild(prompts, thing, **columns):
-        seen.append(repr((prompts, thing)))
-        prompts[0][0]["content"] = "changed"
-        thing[0].append("changed")
+    def wild(**columns):
+        seen.append(deepcopy(columns))
+        columns["prompts"][0][0]["content"] = "changed"
+        columns["thing"][0].append("changed")
         return [0.0] * 4
 
-    rows = [dict(prompt=chat("hi"), thing=[]) for _ in range(2)]
-    score((wild, 1.0), (wild, 1.0), rows=rows)
-    assert seen[0] == seen[1] and "changed" not in repr(rows)
+    x, z = chat("a"), chat("b")
+    score((wild, 1.0), (wild, 1.0), rows=[dict(prompt=x, thing=[1]), dict(prompt=z, other=None)])
+    texts = [" soup", " tea", " bread", " cake"]
+    answers = [chat(text, "assistant") for text in texts]
+    assert seen[0] == seen[1] == dict(
+        prompts=[x, x, z, z], completions=answers, completion_ids=TOKENIZER(texts).input_ids,
+        ended=[True, False, True, True], thing=[[1], [1], None, None], other=[None] * 4)
 
 
 def test_constant_rewards_change_nothing(rolled):
@@ -156,11 +145,10 @@ def test_constant_rewards_change_nothing(rolled):
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(k=1), "--k"), (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "longer than 0 tokens"),
+    (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "longer than 0 tokens"),
     (dict(reward=(f"{FILE}:infinite",)), "rewards are infinite, or all None"),
     (dict(reward=(f"{FILE}:silent",)), "rewards are infinite, or all None"),
-    (dict(reward=(f"{FILE}:single",)), r"single returned \[1.0\]: expected a list of \d+ numbers or None"),
-    (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNCTION"), (dict(reward=(str(FILE),)), "FILE.py:FUNCTION")])
+    (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNCTION")])
 def test_misuse_and_bad_rewards_are_refused(changes, words):
     with pytest.raises(BadInput, match=words):
         main(arguments("rloo", **FLAGS | changes))
@@ -168,17 +156,22 @@ def test_misuse_and_bad_rewards_are_refused(changes, words):
 
 # --- Reward models
 
-def classifier(path, outputs=1, **changes):
+IMAGES = AutoConfig.for_model(  # the configuration of the text lies inside another
+    "gemma3", text_config=dict(SMALL, vocab_size=len(TOKENIZER), head_dim=8, pad_token_id=7), num_labels=1,
+    vision_config=dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=14))
+
+
+def classifier(path, config=None, **changes):
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(tiny(), num_labels=outputs, **changes)
+    config = config or AutoConfig.from_pretrained(tiny(), **dict(num_labels=1) | changes)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     TOKENIZER.save_pretrained(path)
     return str(path)
 
 
-@pytest.mark.parametrize("pad", [0, None])
-def test_reward_model_equals_one_forward_per_text(tmp_path, pad):
-    path = classifier(tmp_path / "judge", pad_token_id=pad)
+@pytest.mark.parametrize("changes", [dict(pad_token_id=0), dict(pad_token_id=None), dict(config=IMAGES)])
+def test_reward_model_equals_one_forward_per_text(tmp_path, changes):
+    path = classifier(tmp_path, **changes)
     prompts = [chat(f"How was the soup? {n}") for n in range(6)]
     answers = [chat("The soup was nice. " * (n + 1), "assistant") for n in range(6)]
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
@@ -189,20 +182,7 @@ def test_reward_model_equals_one_forward_per_text(tmp_path, pad):
         assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
 
 
-def test_reward_model_of_text_and_images_pads_with_its_token(tmp_path):
-    """Its configuration of the text lies inside another."""
-    text = dict(SMALL, vocab_size=len(TOKENIZER), head_dim=8, pad_token_id=7)
-    vision = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=14)
-    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, num_labels=1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    TOKENIZER.save_pretrained(tmp_path)
-    judge = RewardModel(str(tmp_path), "cpu", Args())
-    prompts, answers = ["Soup?", "Tea?"], [" Yes, it was very nice.", " No."]
-    alone = [judge([prompt], [answer], [True])[0] for prompt, answer in zip(prompts, answers)]
-    assert judge(prompts, answers, [True, True]) == pytest.approx(alone, abs=1e-5) and alone[0] != alone[1]
-
-
-@pytest.mark.parametrize("kind", [str, list])
+@pytest.mark.parametrize("kind", [pytest.param(str, marks=pytest.mark.slow), list])
 def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch, kind):
     prompt = "How was the soup at the harbour?"
     file = tmp_path / "rows.jsonl"
@@ -215,8 +195,8 @@ def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch
         return original(self, input_ids, attention_mask)
 
     monkeypatch.setattr(LlamaForSequenceClassification, "forward", forward)
-    judge = classifier(tmp_path / "judge")
-    one = rolled(data=str(file), eval_data=str(file), reward=(), reward_model=judge, steps=1, **DEMO)
+    flags = dict(data=str(file), eval_data=str(file), reward=(), reward_model=classifier(tmp_path / "judge"), steps=1)
+    one = rolled(**flags, **DEMO)
     assert 0 < torch.cat([samples.ended.flatten() for samples in one.drawn]).float().mean() < 1
     sampled = [TOKENIZER.decode(x + y) for samples in one.drawn for x, ys in samples.groups for y in ys]
     assert sorted(seen) == sorted(sampled)
@@ -227,7 +207,7 @@ def test_bad_reward_models_are_refused(tmp_path):
     with pytest.raises(BadInput, match="no weights for score"):
         RewardModel(tiny(), "cpu", Args())
     with pytest.raises(BadInput, match="2 outputs"):
-        RewardModel(classifier(tmp_path / "two", outputs=2), "cpu", Args())
+        RewardModel(classifier(tmp_path / "two", num_labels=2), "cpu", Args())
 
 
 def test_out_of_memory_in_a_rollout_names_its_flag(monkeypatch):
@@ -304,14 +284,14 @@ def test_metrics_by_hand_and_what_the_files_hold(rolled):
     assert sum(line["held_out"] for line in written) == 3 * 3
     rows = read(data("rloo")[0])
     for step, drawn in enumerate(one.steps, 1):
-        lines = [line for line in written if line["step"] == step and not line["held_out"]]
         ys = [y for _, group in drawn.groups for y in group]
         texts = TOKENIZER.batch_decode(ys, skip_special_tokens=True)
-        lengths = list(map(len, ys))
         scores = list(map(vowels, texts))
         prompts = [row["prompt"] for row in batch_rows(step, rows, 4, 0) for _ in range(4)]
+        lines = [line for line in written if line["step"] == step and not line["held_out"]]
         assert [(line["prompt"], line["completion"]) for line in lines] == list(zip(prompts, texts))
         assert [line["reward"] for line in lines] == pytest.approx(scores)
+        lengths = list(map(len, ys))
         expected = {
             "reward": np.mean(scores), "reward_std": np.std(scores, ddof=1), "rewards/vowels": np.mean(scores),
             "completions/mean_length": np.mean(lengths),
@@ -340,9 +320,9 @@ def test_sampling_logp_difference(monkeypatch):
     monkeypatch.setattr(rloo, "check_sampler", lambda *inputs: None)
     monkeypatch.setattr(rloo, "rollout", another_sampler)
     values = main(arguments("rloo", **FLAGS | dict(steps=1, updates_per_rollout=2)))[1]
-    n_tokens = values["completions/mean_length"] * 16
-    assert values["sampling/sampling_logp_difference/max"] == pytest.approx(0.5, abs=1e-4)
-    assert values["sampling/sampling_logp_difference/mean"] == pytest.approx(0.5 / n_tokens, abs=1e-5)
+    mean, largest = (values[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max"))
+    assert largest == pytest.approx(0.5, abs=1e-4)
+    assert mean * values["completions/mean_length"] * 16 == pytest.approx(0.5, abs=1e-3)
 
 
 def test_steps_0_only_evaluates(rolled):
@@ -353,25 +333,9 @@ def test_steps_0_only_evaluates(rolled):
     assert "kl" not in rolled(beta=0.0, sync_reference=1).history[2]
 
 
-def test_only_the_ends_of_a_generation_config_count(rolled):
-    def with_settings(name, **settings):
-        model = build("llama", TINY)
-        vars(model.generation_config).update(settings)
-        return rolled(model=save(model, name), steps=1)
-
-    ends = list(range(3, len(TOKENIZER), 4))
-    plain = with_settings("plain")
-    stopped = with_settings("ends", eos_token_id=ends)
-    other = with_settings("other", repetition_penalty=9.0, top_k=2, do_sample=True)
-    assert other.steps[0].groups == plain.steps[0].groups
-    for _, ys in stopped.steps[0].groups:
-        assert all(token not in ends for y in ys for token in y[:-1])
-        assert all(len(y) == 6 or y[-1] in ends for y in ys)
-
-
-@pytest.mark.parametrize("model, is_said", [(tiny(1), True), (MODEL, False)], ids=["never", "often"])
-def test_samples_that_never_end_are_said(capsys, model, is_said):
-    flags = dict(model=model, reward=(f"{FILE}:constant",), steps=1, max_new_tokens=1 if is_said else 6)
+@pytest.mark.parametrize("ends", [True, False])
+def test_samples_that_never_end_are_said(capsys, ends):
+    flags = dict(reward=(f"{FILE}:constant",), steps=1) | ({} if ends else dict(model=tiny(1), max_new_tokens=1))
     history = main(arguments("rloo", **FLAGS | flags))
-    assert ("No sample ends with one of" in "".join(capsys.readouterr())) == is_said
-    assert history[1]["frac_reward_zero_std"] == 1 and (history[1]["completions/clipped_ratio"] == 1) == is_said
+    assert ("No sample ends with one of" in "".join(capsys.readouterr())) == (not ends)
+    assert (history[1]["completions/clipped_ratio"] < 1) == ends
