@@ -332,7 +332,7 @@ def train(args: Args, out: Path) -> list[dict]:
         values = {"step": step} | metrics(samples, rewards) | means
 
         if step == 1 and device == "cuda":  # no update has run: the peak is the model, Adam's state and a rollout
-            progress.write(f"rollouts need {torch.cuda.max_memory_allocated() / 1e9:.1f} GB of the GPU")
+            progress.write(f"loading and rollouts need {torch.cuda.max_memory_allocated() / 1e9:.1f} GB of the GPU")
         if step == 1 and not samples.ended.any():
             stops = tokenizer.convert_ids_to_tokens(stop_tokens(policy, tokenizer))
             progress.write(f"No sample ends with one of {stops}: raise --max_new_tokens, or mend the template")

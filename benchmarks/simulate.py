@@ -31,7 +31,7 @@ import refcache  # of the same checkout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-SAID = ("weights ", "gradient checkpointing", "--ref ", "rollouts need", "no CUDA graph")  # beginnings of lines
+SAID = ("weights ", "gradient checkpointing", "--ref ", "loading and rollouts need", "no CUDA graph")  # lines begin so
 PHASES = ("load_model", "score", "rollout", "score_reference", "run_batch")  # functions that are measured
 
 

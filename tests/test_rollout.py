@@ -7,9 +7,10 @@ import torch
 from runs import arguments
 from torch import tensor
 
+import refcache
 import rloo
 from models import MODELS, SMALL, build, ready, slow_but
-from refcache import BadInput, enable_shared_prompts
+from refcache import BadInput, enable_shared_prompts, has_shared_prompts
 from rloo import draw, generator, rollout
 
 RANDOM = torch.Generator().manual_seed(0)
@@ -137,3 +138,58 @@ def test_wrong_sampler_ends_a_run(monkeypatch, flags):
     with pytest.raises(BadInput, match="log-prob"):
         rloo.main(args)
     assert not list(rloo.Path(args.out).glob("*.jsonl"))
+
+
+RECORDED = []  # for each recorded step its repetitions
+
+
+def record_with_fixed_addresses(core, step):
+    """rloo.record on a CPU: repeats the step, and compares the addresses of all that it uses."""
+    def addresses():
+        cells = dict(zip(step.__code__.co_freevars, (cell.cell_contents for cell in step.__closure__)))
+        sample = cells["sample"]
+        cells |= zip(sample.__code__.co_freevars, (cell.cell_contents for cell in sample.__closure__))
+        layers = cells["cache"]["past_key_values"].layers
+        tensors = {name: cell for name, cell in cells.items() if isinstance(cell, torch.Tensor)} | cells["inputs"]
+        tensors |= {f"keys {i}": layer.keys for i, layer in enumerate(layers)}
+        tensors |= {f"values {i}": layer.values for i, layer in enumerate(layers)}
+        return {name: (tensor.data_ptr(), tensor.shape) for name, tensor in tensors.items()}
+
+    before = addresses()
+    assert {"rows", "alive", "tokens", "scores", "t", "u", "place", "input_ids", "keys 0"} <= before.keys()
+    repeats = []
+
+    def repeat():
+        step()
+        repeats.append(addresses())
+        assert repeats[-1] == before
+
+    RECORDED.append(repeats)
+    repeat()
+    return repeat
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window-5", "gemma3-window-6"])
+def test_recorded_steps_stay_at_their_addresses(name, monkeypatch):
+    """A CUDA graph would read and write the old ones. The tokens are those of the way of a CPU."""
+    model = ready(name)
+    args = rloo.Args(dtype="float32", max_new_tokens=50)
+    monkeypatch.setattr(rloo, "stop_tokens", lambda *_: [2, 3, 4, 5, 6])  # 5 of 97: half of the rows end soon
+    on_cpu = rollout(model, TOKENIZER, PROMPTS, 6, 1, args)
+
+    monkeypatch.setattr(rloo, "can_record", has_shared_prompts)
+    monkeypatch.setattr(rloo, "record", record_with_fixed_addresses)
+    monkeypatch.setattr(rloo.FixedLayer, "n_read", property(lambda layer: layer.keys.shape[2]))
+    RECORDED.clear()
+    recorded = rollout(model, TOKENIZER, PROMPTS, 6, 1, args)
+    assert recorded.groups == on_cpu.groups
+    assert (recorded.logps - on_cpu.logps).abs().max() < 1e-3
+    assert len(RECORDED) > 1 and max(map(len, RECORDED)) > 10  # also after rows have ended
+
+
+def test_attention_of_one_token_has_ordinary_strides():
+    """With others, a frozen linear layer would read its weight once per row."""
+    attention = ready("llama").model.layers[0].self_attn
+    query, key = torch.randn(3, 4, 1, 8), torch.randn(3, 2, 7, 8)
+    output, _ = refcache.shared_prompt_attention(attention, query, key, key, None)
+    assert output.stride() == torch.empty(3, 1, 4, 8).stride()

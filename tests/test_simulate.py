@@ -1,7 +1,4 @@
-"""main() of every script on a simulated GPU: devices, waits of the host, kernels. And what the simulation counts.
-
-The last test takes a GPU's way through rloo.py on a CPU: what a CUDA graph repeats must stay at its address.
-"""
+"""main() of every script on a simulated GPU: devices, waits of the host, kernels. And what the simulation counts."""
 import contextlib
 import io
 import multiprocessing
@@ -10,15 +7,11 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import rloo
-from models import ready
-from refcache import has_shared_prompts
-
+pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -182,52 +175,3 @@ def test_reference_is_live_where_it_fits(found):
     on_large, on_small = ("\n".join(said) for said in found["said"])
     assert "--ref live" in on_large and "--ref swap" in on_small
     assert "rollouts need" in on_large
-
-
-def record_with_fixed_addresses(core, step):
-    """rloo.record on a CPU: repeats the step, and compares the addresses of all that it uses."""
-    def addresses():
-        cells = dict(zip(step.__code__.co_freevars, (cell.cell_contents for cell in step.__closure__)))
-        sample = cells["sample"]
-        cells |= zip(sample.__code__.co_freevars, (cell.cell_contents for cell in sample.__closure__))
-        layers = cells["cache"]["past_key_values"].layers
-        tensors = {name: cell for name, cell in cells.items() if isinstance(cell, torch.Tensor)} | cells["inputs"]
-        tensors |= {f"keys {i}": layer.keys for i, layer in enumerate(layers)}
-        tensors |= {f"values {i}": layer.values for i, layer in enumerate(layers)}
-        return {name: (tensor.data_ptr(), tensor.shape) for name, tensor in tensors.items()}
-
-    before = addresses()
-    assert {"rows", "alive", "tokens", "scores", "t", "u", "place", "input_ids", "keys 0"} <= before.keys()
-    repeats = []
-
-    def repeat():
-        step()
-        repeats.append(addresses())
-        assert repeats[-1] == before
-
-    RECORDED.append(repeats)
-    repeat()
-    return repeat
-
-
-RECORDED = []  # for each recorded step its repetitions
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window-5", "gemma3-window-6"])
-def test_recorded_steps_stay_at_their_addresses(name, monkeypatch):
-    """A CUDA graph would read and write the old ones. The tokens are those of the way of a CPU."""
-    model = ready(name)
-    tokenizer = SimpleNamespace(eos_token_id=2, batch_decode=lambda ids, **_: ids)
-    prompts = [(5, 6, 7), (9,) * 17, (4, 3, 2, 11, 12, 8)]
-    args = rloo.Args(dtype="float32", max_new_tokens=50)
-    monkeypatch.setattr(rloo, "stop_tokens", lambda *_: [2, 3, 4, 5, 6])  # 5 of 97: half of the rows end soon
-    on_cpu = rloo.rollout(model, tokenizer, prompts, 6, 1, args)
-
-    monkeypatch.setattr(rloo, "can_record", has_shared_prompts)
-    monkeypatch.setattr(rloo, "record", record_with_fixed_addresses)
-    monkeypatch.setattr(rloo.FixedLayer, "n_read", property(lambda layer: layer.keys.shape[2]))
-    RECORDED.clear()
-    recorded = rloo.rollout(model, tokenizer, prompts, 6, 1, args)
-    assert recorded.groups == on_cpu.groups
-    assert (recorded.logps - on_cpu.logps).abs().max() < 1e-3
-    assert len(RECORDED) > 1 and max(map(len, RECORDED)) > 10  # also after rows have ended
