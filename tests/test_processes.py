@@ -5,6 +5,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from dataclasses import replace
 from functools import cache
@@ -30,9 +31,10 @@ CASES = {  # what differs between processes: weights, gradients, data, reference
     "dpo-lora": ("dpo", dict(lora_r=4, lr=2e-2)),
     "dpo-bfloat16": ("dpo", dict(dtype="bfloat16", ref="swap")),
     "kto": ("kto", dict(samples=3)),
-    "kto-one-row": ("kto", dict(batch_size=1, steps=1, model=tiny(1), ref_model=tiny())),  # z is positive
-    "rloo": ("rloo", dict(updates_per_rollout=2, steps=1)),
-    "rloo-sync": ("rloo", dict(sync_reference=2, mask_truncated=True, batch_size=1)),
+    "kto-one-row": ("kto", dict(batch_size=1, steps=2, model=tiny(1), ref_model=tiny())),  # z is positive
+    "rloo": ("rloo", dict(updates_per_rollout=2, steps=2)),
+    "rloo-one-prompt": ("rloo", dict(batch_size=1)),
+    "rloo-sync": ("rloo", dict(sync_reference=2, mask_truncated=True)),
 }
 
 
@@ -121,6 +123,16 @@ def run_with(name, replacement, main, args):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules[main.__module__], name, replacement)
         return main(args)
+
+
+def append_late(*inputs, append=rloo.append):
+    time.sleep(0.5)
+    append(*inputs)
+
+
+@pytest.mark.slow
+def test_steps_0_of_rloo_waits_for_the_metrics():
+    assert len(in_processes(2, run_with, "append", append_late, rloo.main, flags_of("rloo", steps=0)[1])) == 1
 
 
 def assert_same(one, several):
