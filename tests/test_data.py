@@ -167,14 +167,6 @@ def test_dialogues_of_hh_become_messages(texts, tmp_path, capsys):
     assert texts(first, byte_level(chat_template=PLAIN)) == [prompt, "It is.", "It was."]
 
 
-@pytest.mark.parametrize("bad", [
-    dict(prompt="q", chosen=said("a"), rejected=said("b")), dict(chosen="a", rejected="b"), [1]])
-def test_a_row_without_strings_is_named_and_nothing_is_written(tmp_path, bad):
-    with pytest.raises(SystemExit, match="strings.jsonl:3: .*expected strings"):
-        prepare(tmp_path, [TEXT, bad])
-    assert [file.name for file in tmp_path.iterdir()] == ["strings.jsonl"]
-
-
 # --- The boundary between prompt and answer
 
 def test_token_across_the_boundary_moves_to_the_answers(load):
@@ -318,23 +310,11 @@ def test_unreadable_rows_are_refused_by_name_in_a_short_sentence(load, bad, word
     assert len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize("script, columns", [
-    (dpo, "prompt, chosen, rejected"), (kto, "prompt, completion, label"), (rloo, "prompt")])
-def test_sentence_says_which_columns_are_expected_and_found(load, script, columns):
-    with pytest.raises(BadInput, match=f"jsonl:1: expected {columns}.*, as [^;]*; found .*question.*answer"):
-        load([dict(question="q" * 300, answer="a")], script=script)
-
-
 def test_answers_of_another_role_are_refused(load):
     for other in (said("x", "user"), said("x", "system")):
         for answer in (other + said("a"), said("a") + other):
             with pytest.raises(BadInput, match="jsonl:2: .*user or system"):
                 load([chat(), dict(chat(), chosen=answer)])
-
-
-def test_answers_that_are_json_are_not_messages(texts):
-    for chosen in ('[{"content": "tea", "temperature": [{"warm": true}]}]', '{"role": "cook"}'):
-        assert texts(dict(TEXT, chosen=chosen), byte_level())[1] == chosen + "</s>"
 
 
 def test_labels(load):

@@ -1,6 +1,5 @@
 """What the scripts have in common: order, blocks of the same text, help, the README's commands and code, the demo."""
 import ast
-import itertools
 import re
 import runpy
 import shlex
@@ -22,12 +21,6 @@ README = (ROOT / "README.md").read_text()
 
 
 # --- The text of the scripts
-
-def definitions(script):
-    lines = TEXTS[script].splitlines()
-    nodes = [node for node in ast.parse(TEXTS[script]).body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    return {node.name: "\n".join(lines[node.lineno - 1:node.end_lineno]) for node in nodes}
-
 
 def blocks(script):
     """The words of each ruler -> the text between it and the next one."""
@@ -51,16 +44,6 @@ def test_shared_blocks_are_the_same_text():
                 assert blocks(other)[words] == text, f"{words}: {script}.py and {other}.py differ"
 
 
-def test_shared_functions_lie_in_shared_blocks():
-    """But for main, which begins the training of each script."""
-    for one, other in itertools.combinations(SCRIPTS, 2):
-        theirs = definitions(other)
-        shared = "".join(text for words, text in blocks(one).items() if f"{other}.py" in words)
-        for name, text in definitions(one).items():
-            if text == theirs.get(name) and text.count("\n") > 3 and name != "main":
-                assert text in shared, f"{name} of {one}.py is also in {other}.py"
-
-
 def test_refcache_knows_no_script():
     assert not re.search(r"\bargs\.|\b(dpo|kto|rloo)\.py", TEXTS["refcache"])
 
@@ -70,17 +53,6 @@ def test_every_flag_is_used(script):
     read = {node.attr for node in ast.walk(ast.parse(TEXTS[script])) if isinstance(node, ast.Attribute)}
     read |= set(re.findall(r'"(\w+)"', TEXTS[script]))
     assert not set(SCRIPTS[script].Args.__dataclass_fields__) - read
-
-
-def test_equal_flags_have_equal_help():
-    lines = {}
-    for script in SCRIPTS:
-        for name, text in re.findall(r"^    (\w+): [^#\n]*  # (.+)$", definitions(script)["Args"], re.M):
-            assert name != "out" or f"out/{script}-2" in text
-            lines.setdefault(name, {}).setdefault(text, []).append(script)
-    own = set("data eval_data eval_size max_length loss steps batch_size max_new_tokens beta ref out".split())
-    assert not {name: texts for name, texts in lines.items() if len(texts) > 1 and name not in own}
-    assert len(lines) > 40
 
 
 # --- The command line
