@@ -105,6 +105,11 @@ def test_numbers_may_come_from_a_coroutine_a_generator_or_a_tensor(function):
     assert call(function) == pytest.approx([0.5, math.nan], nan_ok=True)
 
 
+def test_columns_may_have_any_name():
+    names = ("n", "function", "spec", "self", "value")
+    assert call(lambda **columns: [len(columns), columns["n"][1]], **dict.fromkeys(names, [7, 8])) == [7, 8]
+
+
 @pytest.mark.parametrize("value", [None, 0.5, ["good", "bad"], [1.0], [1.0, 2.0, 3.0], [[1.0], [2.0]]], ids=str)
 def test_other_results_are_refused_in_one_sentence(value):
     with pytest.raises(BadInput, match=r"mine.py:rate returned .*: expected a list of 2 numbers or None"):
