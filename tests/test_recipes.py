@@ -31,7 +31,7 @@ MODELS = {
     "trl-lib/pythia-1b-deduped-tldr-sft": ("gpt_neox", "", ""),
 }
 NO_THOUGHT = "{% if enable_thinking is false %}<think>\n\n</think>\n{% endif %}"  # SmolLM3, before an answer
-QUICK = re.compile("out/(tulu3|smollm3|kto-llama3|rloo-tldr)$")
+QUICK = re.compile("out/(tulu3|smollm3|rloo-tldr)$")
 FIRST_LOSS = {"sigmoid": log(2), "sigmoid_norm": log(2), "apo_zero": 1.0, "kto": 0.5}  # where policy = reference
 
 
