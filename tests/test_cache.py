@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from models import GPT2, GROUPS, P, Q, build, equal, flat, make, ready, slow
+from models import GROUPS, P, Q, equal, flat, make, ready, slow
 from runs import adapt, needs_peft
 
 import refcache
@@ -83,23 +83,6 @@ def test_tokens_per_forward_bounds_a_pass(name, budget, mean):
     ReferenceCache().fill(lambda: model, [(Q, [(i, 5, 2) for i in range(40)]), *GROUPS], budget)
     assert max(sizes) <= budget
     assert sum(sizes) / len(sizes) > mean
-
-
-def test_score_is_without_dropout():
-    model = build("gpt2", dict(GPT2, resid_pdrop=0.5)).train()
-    one, two = ReferenceCache(), ReferenceCache()
-    one.score(model, GROUPS)
-    two.score(model, GROUPS)
-    assert equal(one, two) and model.training
-
-
-def test_pass_of_a_model_that_gives_nan_is_refused():
-    model = ready("llama")
-    model.model.norm.weight.data.fill_(float("nan"))
-    cache = ReferenceCache()
-    with pytest.raises(BadInput, match="not finite"):
-        cache.score(model, GROUPS)
-    assert len(cache) == 0
 
 
 def test_fill_keeps_no_reference_to_the_model():
@@ -192,20 +175,7 @@ def test_two_jobs_share_a_file(path, whole):
         assert set(loaded(path)) == set(job)
     assert set(one) == set(whole) | {(Q, (5,))}
     assert np.array_equal(loaded(path)[Q, (44, 2)], first)  # the job that saved first decides
-
-
-def test_a_pass_ends_with_the_numbers_of_the_job_that_saved_first(path):
-    """A resumed run will read them."""
-    other = ReferenceCache(**HEADER)
-    other.score(make("llama", seed=1), GROUPS)
-    mine = ReferenceCache(**HEADER)
-
-    def load_late():
-        other.save(path)  # after this job has found no file
-        return load_model()
-
-    mine.fill(load_late, GROUPS, path=path)
-    assert equal(mine, other) and equal(loaded(path), other)
+    assert equal(two, one)  # a resumed run will read these numbers
 
 
 @pytest.mark.parametrize("name", HEADER)

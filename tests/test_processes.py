@@ -5,7 +5,6 @@ import pickle
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from dataclasses import replace
 from functools import cache
@@ -125,16 +124,6 @@ def run_with(name, replacement, main, args):
         return main(args)
 
 
-def append_late(*inputs, append=rloo.append):
-    time.sleep(0.5)
-    append(*inputs)
-
-
-@pytest.mark.slow
-def test_steps_0_of_rloo_waits_for_the_metrics():
-    assert len(in_processes(2, run_with, "append", append_late, rloo.main, flags_of("rloo", steps=0)[1])) == 1
-
-
 def assert_same(one, several):
     for a, b in zip(one[0], several[0], strict=True):
         assert a == pytest.approx(b, abs=1e-5, rel=1e-4)
@@ -166,6 +155,7 @@ def every_token_of_the_first(*_):
     return range(len(TOKENIZER) // (1 + refcache.process_rank()))
 
 
+@pytest.mark.slow
 def test_process_without_samples_goes_on():
     """Else they would wait for its weights for ever."""
     _, args = flags_of("dpo", steps=1)

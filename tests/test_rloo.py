@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import SMALL, logps
+from models import logps
 from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, read, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
 from torch import tensor
@@ -32,9 +32,6 @@ def vowels(completions, **columns):
 
 def constant(completions, **columns):
     return [0.7] * len(completions)
-
-def silent(completions, **columns):
-    return [None] * len(completions)
 
 def infinite(completions, **columns):
     return [1.0, float("-inf")] + [0.0] * (len(completions) - 2)
@@ -112,12 +109,6 @@ def test_rewards_are_weighted():
     assert means == {"rewards/f0": 2.5, "rewards/f1": 15}
 
 
-@pytest.mark.parametrize("n, name", [(1, "vowels"), (2, f"{FILE}:vowels")])
-def test_rewards_of_one_name_have_metrics_of_their_own(n, name):
-    loaded = rloo.load_rewards("cpu", Args(reward=(f"{FILE}:vowels",) * n))
-    assert [reward[0] for reward in loaded] == [name] * n
-
-
 def test_columns_come_once_per_sample_and_functions_may_change_them():
     seen = []
 
@@ -147,7 +138,6 @@ def test_constant_rewards_change_nothing(rolled):
 @pytest.mark.parametrize("changes, words", [
     (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "longer than 0 tokens"),
     (dict(reward=(f"{FILE}:infinite",)), "rewards are infinite, or all None"),
-    (dict(reward=(f"{FILE}:silent",)), "rewards are infinite, or all None"),
     (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNCTION")])
 def test_misuse_and_bad_rewards_are_refused(changes, words):
     with pytest.raises(BadInput, match=words):
@@ -156,22 +146,17 @@ def test_misuse_and_bad_rewards_are_refused(changes, words):
 
 # --- Reward models
 
-IMAGES = AutoConfig.for_model(  # the configuration of the text lies inside another
-    "gemma3", text_config=dict(SMALL, vocab_size=len(TOKENIZER), head_dim=8, pad_token_id=7), num_labels=1,
-    vision_config=dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=14))
-
-
-def classifier(path, config=None, **changes):
+def classifier(path, **changes):
     torch.manual_seed(0)
-    config = config or AutoConfig.from_pretrained(tiny(), **dict(num_labels=1) | changes)
+    config = AutoConfig.from_pretrained(tiny(), **dict(num_labels=1) | changes)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     TOKENIZER.save_pretrained(path)
     return str(path)
 
 
-@pytest.mark.parametrize("changes", [dict(pad_token_id=0), dict(pad_token_id=None), dict(config=IMAGES)])
-def test_reward_model_equals_one_forward_per_text(tmp_path, changes):
-    path = classifier(tmp_path, **changes)
+@pytest.mark.parametrize("pad", [0, None])
+def test_reward_model_equals_one_forward_per_text(tmp_path, pad):
+    path = classifier(tmp_path, pad_token_id=pad)
     prompts = [chat(f"How was the soup? {n}") for n in range(6)]
     answers = [chat("The soup was nice. " * (n + 1), "assistant") for n in range(6)]
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
@@ -182,11 +167,9 @@ def test_reward_model_equals_one_forward_per_text(tmp_path, changes):
         assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(str, marks=pytest.mark.slow), list])
-def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch, kind):
-    prompt = "How was the soup at the harbour?"
+def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch):
     file = tmp_path / "rows.jsonl"
-    file.write_text((json.dumps(dict(prompt=prompt if kind is str else chat(prompt))) + "\n") * 4)
+    file.write_text((json.dumps(dict(prompt=chat("How was the soup at the harbour?"))) + "\n") * 4)
     seen = []
     original = LlamaForSequenceClassification.forward
 
@@ -200,7 +183,6 @@ def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch
     assert 0 < torch.cat([samples.ended.flatten() for samples in one.drawn]).float().mean() < 1
     sampled = [TOKENIZER.decode(x + y) for samples in one.drawn for x, ys in samples.groups for y in ys]
     assert sorted(seen) == sorted(sampled)
-    assert type(read(one.out / "samples.jsonl")[0]["prompt"]) is kind
 
 
 def test_bad_reward_models_are_refused(tmp_path):
@@ -331,11 +313,3 @@ def test_steps_0_only_evaluates(rolled):
     assert none.history[0].keys() >= {"eval_reward", "eval_kl"}
     assert not (none.out / "model").exists()
     assert "kl" not in rolled(beta=0.0, sync_reference=1).history[2]
-
-
-@pytest.mark.parametrize("ends", [True, False])
-def test_samples_that_never_end_are_said(capsys, ends):
-    flags = dict(reward=(f"{FILE}:constant",), steps=1) | ({} if ends else dict(model=tiny(1), max_new_tokens=1))
-    history = main(arguments("rloo", **FLAGS | flags))
-    assert ("No sample ends with one of" in "".join(capsys.readouterr())) == (not ends)
-    assert (history[1]["completions/clipped_ratio"] < 1) == ends
