@@ -163,6 +163,19 @@ def test_kernel_serves_what_flash_attention_can(serves, changes, monkeypatch):
     assert not one_kernel_serves(query, SimpleNamespace(shape=[128]))
 
 
+def test_attention_that_is_slightly_off_gets_padded_rows(monkeypatch):
+    use_attention(monkeypatch, lambda shared, *args, spans=None, **kwargs: (
+        shared(*args, spans=spans, **kwargs)[0] * (1 if spans is None else 1.005), None))
+    assert not enable_shared_prompts(make("llama"))
+
+
+def test_model_blind_to_spans_gets_padded_rows():
+    model = make("llama")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()  # nothing that attention does can be seen
+    assert not enable_shared_prompts(model)
+
+
 @pytest.mark.parametrize("keyword", ["softcap", "s_aux", "position_bias"])
 def test_other_scores_get_padded_rows(monkeypatch, capsys, keyword):
     use_attention(monkeypatch, lambda shared, *args, **kwargs: shared(*args, **kwargs, **{keyword: torch.ones(1)}))
@@ -184,6 +197,11 @@ def test_mask_of_longer_rows_ends_sharing(monkeypatch, capsys):
 def test_a_layer_that_is_not_told_its_window_shares_nothing(monkeypatch):
     use_attention(monkeypatch, lambda shared, *args, sliding_window=None, **kwargs: shared(*args, **kwargs))
     assert not enable_shared_prompts(build("mistral", dict(SMALL, sliding_window=80)))
+
+
+def test_a_window_makes_no_mask_of_all_pairs():
+    ones = torch.ones(1, 1, dtype=torch.bool).expand(1, 50_000)
+    assert refcache.shared_prompt_mask(attention_mask=ones, local_size=80).untyped_storage().nbytes() == 1
 
 
 def test_model_whose_logits_are_nan_is_refused():
