@@ -178,6 +178,20 @@ def test_two_jobs_share_a_file(path, whole):
     assert equal(two, one)  # a resumed run will read these numbers
 
 
+def test_a_pass_ends_with_the_numbers_of_the_job_that_saved_first(path):
+    """A resumed run will read them."""
+    other = ReferenceCache(**HEADER)
+    other.score(make("llama", seed=1), GROUPS)
+    mine = ReferenceCache(**HEADER)
+
+    def load_late():
+        other.save(path)  # after this job has found no file
+        return load_model()
+
+    mine.fill(load_late, GROUPS, path=path)
+    assert equal(mine, other) and equal(loaded(path), other)
+
+
 @pytest.mark.parametrize("name", HEADER)
 def test_file_of_another_run_is_refused(path, whole, name):
     ReferenceCache(**HEADER | {name: "THEIRS"}).save(path)
