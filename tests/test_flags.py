@@ -46,10 +46,12 @@ def test_smallest_values_are_accepted(script):
     assert {name: vars(args)[name] for name in flags} == flags
 
 
-def test_label_smoothing_is_for_sigmoid():
+def test_label_smoothing_is_for_sigmoid_and_a_loss_is_named():
     assert resolve("dpo", label_smoothing=0.4, loss=("sft", "sigmoid")).label_smoothing == 0.4
     with pytest.raises(BadInput, match="--label_smoothing"):
         resolve("dpo", label_smoothing=0.4, loss=("ipo",))
+    with pytest.raises(BadInput, match="--loss"):
+        resolve("dpo", loss=())
 
 
 def test_model_and_data_are_given_both_or_neither():

@@ -101,17 +101,6 @@ def test_z_is_the_mean_over_the_whole_batch():
         assert not z.requires_grad
 
 
-def test_metrics_are_means_of_their_rows():
-    policy = make("llama", 1)
-    rows = [make_row((3 + i, 4), (5,) * (1 + i), i < 2) for i in range(5)]
-    sums = [y.sum().item() for y in logps(policy, [row[:2] for row in rows])]
-    args = Args(dtype="float32", tokens_per_forward=12, beta=0.1)
-    values = kto.run_batch(policy, rows, None, args, train=False)
-    assert values["logps/chosen"] == pytest.approx(np.mean(sums[:2]))
-    assert values["logps/rejected"] == pytest.approx(np.mean(sums[2:]))
-    assert values["logratio"] == pytest.approx(-np.mean([sums[i] / (1 + i) for i in range(5)]))
-
-
 # --- Training
 
 def test_batch_of_one_kind_has_no_metrics_of_the_other():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import logps
+from models import SMALL, logps
 from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, read, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
 from torch import tensor
@@ -32,6 +32,9 @@ def vowels(completions, **columns):
 
 def constant(completions, **columns):
     return [0.7] * len(completions)
+
+def silent(completions, **columns):
+    return [None] * len(completions)
 
 def infinite(completions, **columns):
     return [1.0, float("-inf")] + [0.0] * (len(completions) - 2)
@@ -138,6 +141,7 @@ def test_constant_rewards_change_nothing(rolled):
 @pytest.mark.parametrize("changes, words", [
     (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "longer than 0 tokens"),
     (dict(reward=(f"{FILE}:infinite",)), "rewards are infinite, or all None"),
+    (dict(reward=(f"{FILE}:silent",)), "rewards are infinite, or all None"),
     (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNCTION")])
 def test_misuse_and_bad_rewards_are_refused(changes, words):
     with pytest.raises(BadInput, match=words):
@@ -146,17 +150,22 @@ def test_misuse_and_bad_rewards_are_refused(changes, words):
 
 # --- Reward models
 
-def classifier(path, **changes):
+IMAGES = AutoConfig.for_model(  # the configuration of the text lies inside another
+    "gemma3", text_config=dict(SMALL, vocab_size=len(TOKENIZER), head_dim=8, pad_token_id=7), num_labels=1,
+    vision_config=dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=14))
+
+
+def classifier(path, config=None, **changes):
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(tiny(), **dict(num_labels=1) | changes)
+    config = config or AutoConfig.from_pretrained(tiny(), **dict(num_labels=1) | changes)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     TOKENIZER.save_pretrained(path)
     return str(path)
 
 
-@pytest.mark.parametrize("pad", [0, None])
-def test_reward_model_equals_one_forward_per_text(tmp_path, pad):
-    path = classifier(tmp_path, pad_token_id=pad)
+@pytest.mark.parametrize("changes", [dict(pad_token_id=0), dict(pad_token_id=None), dict(config=IMAGES)])
+def test_reward_model_equals_one_forward_per_text(tmp_path, changes):
+    path = classifier(tmp_path, **changes)
     prompts = [chat(f"How was the soup? {n}") for n in range(6)]
     answers = [chat("The soup was nice. " * (n + 1), "assistant") for n in range(6)]
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
