@@ -61,7 +61,7 @@ def each_model_is_loaded_and_probed_once():
     def remembered_probe(core, lay_out, **options):
         kinds = sorted({(type(module).__name__, str(getattr(module, "scaling", ""))) for module in core.modules()})
         dtypes = sorted({str(weight.dtype) for weight in core.parameters()})
-        config = core.config.to_dict() | {"_name_or_path": None}  # processes with different models must probe alike
+        config = core.config.to_dict() | {"_name_or_path": None}  # processes must probe alike
         key = str((config, kinds, dtypes, lay_out, options))
         if key not in probed:
             probed[key] = probe(core, lay_out, **options)

@@ -116,7 +116,7 @@ def labelled(tmp_path, labels):
     return f"{tmp_path}/rows.jsonl"
 
 
-@pytest.mark.parametrize("desirable, undesirable, advice", [(3.0, 2.0, 0.85), (1.0, 0.3, None), (1.0, 0.0, 0.28)])
+@pytest.mark.parametrize("desirable, undesirable, advice", [(3.0, 2.0, 0.85), (1.0, 0.26, None), (1.0, 0.0, 0.28)])
 def test_a_weight_that_balances_the_labels_is_advised(tmp_path, capsys, desirable, undesirable, advice):
     """Of 20 rows 5 are desirable: λ_D · 5 / (λ_U · 15) should lie between 1 and 4/3."""
     data = labelled(tmp_path, [True] * 5 + [False] * 15)

@@ -32,6 +32,7 @@ CASES = {  # what differs between processes: weights, gradients, data, reference
     "kto": ("kto", dict(samples=3)),
     "kto-one-row": ("kto", dict(batch_size=1, steps=2, model=tiny(1), ref_model=tiny())),  # z is positive
     "rloo": ("rloo", dict(updates_per_rollout=2, steps=2)),
+    "dpo-one-row": ("dpo", dict(batch_size=1)),
     "rloo-one-prompt": ("rloo", dict(batch_size=1)),
     "rloo-sync": ("rloo", dict(sync_reference=2, mask_truncated=True)),
 }
@@ -132,7 +133,7 @@ def assert_same(one, several):
         assert torch.allclose(weights, several[1][name], atol=1e-5), name
 
 
-@pytest.mark.parametrize("name", slow_but("kto-one-row", "rloo"))
+@pytest.mark.parametrize("name", slow_but("dpo-one-row", "kto-one-row", "rloo"))
 def test_two_processes_give_the_run_of_one(name):
     if name == "dpo-bfloat16":
         pytest.skip("see the next test")

@@ -196,14 +196,14 @@ def test_files_of_another_program_are_refused_and_stay(name, tmp_path):
 
 def test_only_checkpoints_of_the_run_are_removed_at_its_end(tmp_path):
     out = copy_of("dpo", tmp_path)
-    best = shutil.copytree(newest(out), out / "resume-best")  # the natural way to keep one
+    best = shutil.copytree(newest(out), out / "resume-9-best")
     (out / "resume-notes").mkdir()
-    (out / ".model").mkdir()  # a killed save of the model has left it
+    (out / ".model").mkdir()  # left by a killed save
     (out / ".model/half of the weights").touch()
     before = contents(best)
     start("dpo", out)
     assert contents(best) == before
-    assert {path.name for path in out.glob("resume-*")} == {"resume-best", "resume-notes"}
+    assert {path.name for path in out.glob("resume-*")} == {"resume-9-best", "resume-notes"}
     assert not (out / ".model").exists() and not (out / "model/half of the weights").exists()
 
 
