@@ -44,7 +44,6 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 from typing import Callable, Literal, NamedTuple, get_args, get_origin
@@ -104,7 +103,7 @@ class Args:
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: alpha = 2 r
-    lora_target: str = "all-linear"  # layers with an adapter: all-linear, or names such as q_proj,v_proj
+    lora_target: tuple[str, ...] = ()  # names of the layers with an adapter: q_proj v_proj; empty: all linear layers
 
     loss: tuple[Loss, ...] = ("sigmoid",)  # sigmoid is DPO; several losses are summed
     loss_weights: tuple[float, ...] = ()  # one weight per loss; empty: all are 1
@@ -279,18 +278,24 @@ def train(args: Args, out: Path) -> list[dict]:
     steps = args.steps
     if steps in (None, -1):
         steps = math.ceil(args.epochs * len(train_rows) / batch_size)
-    score = load_function(args.score) if args.score else None
     run = describe_run(train_rows, eval_rows, args)
+
+    score = None
+    if args.score:
+        score = load_function(args.score)
+        # It is tried on two rows that have all columns, so that it does not fail after the reference's pass.
+        rows = sorted(train_rows, key=lambda row: len(row.columns))[-2:]
+        texts = tokenizer.batch_decode([row.chosen for row in rows], skip_special_tokens=True)
+        call_function(args.score, score, rows, texts)
 
     # The reference comes first, so that memory never holds both models.
     reference = None
     if args.ref == "cache":
         reference = ReferenceCache(name=args.ref_model, reference=run["ref_model's weights"], dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
-        used = train_rows
-        if 0 < steps * batch_size < len(train_rows):  # the run needs fewer
-            used = batch_rows(1, train_rows, batch_size, args.seed, n_steps=steps)
-        reference.fill(lambda: load_model(args.ref_model, device, args), groups(used + eval_rows),
+        n_used = min(steps * batch_size or math.inf, len(train_rows))  # --steps 0 needs all of them
+        used = batch_rows(1, train_rows, n_used, args.seed) + eval_rows
+        reference.fill(lambda: load_model(args.ref_model, device, args), groups(used),
                        args.tokens_per_forward, path)  # frees the reference model
     if steps < 1:
         return []
@@ -310,8 +315,7 @@ def train(args: Args, out: Path) -> list[dict]:
         state["reference"] = reference
     last_step = restore_checkpoint(out, run, state)
     if last_step == 0:
-        values = {"step": 0}
-        values |= write_samples(policy, tokenizer, eval_rows, score, 0, out, args)
+        values = {"step": 0} | write_samples(policy, tokenizer, eval_rows, score, 0, out, args)
         values |= evaluate(policy, eval_rows, reference, args)
         log_metrics(out, values, args)
 
@@ -365,7 +369,7 @@ def resolve(args: Args) -> Args:
     args = complete_flags(args)
     if not set() < set(args.loss) <= set(get_args(Loss)) or len(args.loss_weights) not in (0, len(args.loss)):
         raise BadInput(f"--loss: choose from {', '.join(get_args(Loss))}; one of --loss_weights for each")
-    if args.label_smoothing and not (0 < args.label_smoothing < 0.5 and "sigmoid" in args.loss):
+    if args.label_smoothing and not (args.label_smoothing < 0.5 and "sigmoid" in args.loss):
         raise BadInput("--label_smoothing must be below 0.5, for sigmoid")
     if set(args.loss) <= NO_REFERENCE:
         args = replace(args, ref="none", sync_reference=None)
@@ -386,16 +390,10 @@ def write_samples(policy, tokenizer, rows: list, score, step: int, out: Path, ar
     answers = generate(policy, tokenizer, [row.prompt for row in rows], args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     values = {"samples/distinct": len(set(texts))}
-    prompts = [tokenizer.decode(row.prompt) for row in rows]
-    lines = [dict(step=step, prompt=prompt, completion=text) for prompt, text in zip(prompts, texts)]
+    lines = [dict(step=step, prompt=tokenizer.decode(row.prompt), completion=text) for row, text in zip(rows, texts)]
 
     if score:
-        names = set().union(*(row.columns for row in rows))
-        columns = {name: [row.columns.get(name) for row in rows] for name in names}
-        prompts = columns.pop("prompt")
-        if isinstance(prompts[0], list):
-            texts = [[{"role": "assistant", "content": text}] for text in texts]
-        scores = call_function(args.score, score, len(rows), prompts=prompts, completions=texts, **columns)
+        scores = call_function(args.score, score, rows, texts)
         values["eval_score"] = float(np.nanmean(scores))
         for line, value in zip(lines, scores):
             line["score"] = None if math.isnan(value) else value
@@ -600,8 +598,6 @@ def render(tokenizer, prompt, answers: list, args, columns: dict, counts: Counte
     """The text of the prompt, and of prompt + each answer. Strings end with EOS, chats as their template says."""
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
-        if answers and eos is None:
-            raise ValueError("the tokenizer has no EOS token")
         return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
 
     options = {"tokenize": False, "tools": columns.get("tools"), **args.chat_template_kwargs}
@@ -651,6 +647,8 @@ def load_tokenizer(name: str, ref_name: str | None = None):
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
         raise BadInput(f"{ref_name} has another tokenizer than {name}")
+    if tokenizer.eos_token is None:
+        raise BadInput(f"{name}: no EOS token, set eos_token in tokenizer_config.json")
     return tokenizer
 
 
@@ -703,9 +701,8 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     import peft
     if folder is None:
-        target = args.lora_target if args.lora_target == "all-linear" else args.lora_target.split(",")
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
-                                 target_modules=target)
+                                 target_modules=list(args.lora_target) or "all-linear")
         return peft.get_peft_model(model, config)
 
     config = peft.PeftConfig.from_pretrained(folder)
@@ -737,14 +734,22 @@ def load_function(spec: str) -> Callable:
     return function
 
 
-def call_function(spec: str, function: Callable, n: int, /, **columns) -> list[float]:
-    """What a user's reward or score returns for n completions: a number each, NaN for None. A coroutine is awaited.
-    What the function itself raises keeps its traceback. A column may be called `n`, because of the slash."""
+def call_function(spec: str, function: Callable, rows: list, texts: list[str], **inputs) -> list[float]:
+    """What a user's reward or score returns for these answers to the prompts of rows: a number each, NaN for None. It
+    receives the rows' columns, and `inputs`. A coroutine is awaited. What the function itself raises keeps its
+    traceback."""
+    names = set().union(*(row.columns for row in rows))
+    inputs = {name: [row.columns.get(name) for row in rows] for name in names} | inputs
+    inputs["prompts"] = inputs.pop("prompt")
+    inputs["completions"] = texts
+    if not isinstance(inputs["prompts"][0], str):
+        inputs["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
+
     try:
-        inspect.signature(function).bind(**columns)
+        inspect.signature(function).bind(**inputs)
     except TypeError as error:
         raise BadInput(f"{spec}: {error}: add **columns") from None
-    values = function(**deepcopy(columns))  # it may change its arguments
+    values = function(**deepcopy(inputs))  # it may change its arguments
     if inspect.iscoroutine(values):
         values = asyncio.run(values)
 
@@ -752,8 +757,8 @@ def call_function(spec: str, function: Callable, n: int, /, **columns) -> list[f
         numbers = [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError):
         numbers = []
-    if len(numbers) != n:
-        raise BadInput(f"{spec} returned {str(values)[:99]}: expected a list of {n} numbers or None")
+    if len(numbers) != len(rows):
+        raise BadInput(f"{spec} returned {str(values)[:99]}: expected a list of {len(rows)} numbers or None")
     return numbers
 
 
@@ -762,12 +767,11 @@ def call_function(spec: str, function: Callable, n: int, /, **columns) -> list[f
 def complete_flags(args, new_tokens: int = 0):
     """Checks the flags that the scripts share, and fills in those that depend on others. new_tokens: how many are
     sampled after each row."""
-    has_demo = (HERE / "demo").exists()
-    if args.model is None and args.data is None and has_demo:
+    if args.model is None and args.data is None:
         args = replace(args, **{flag: value for flag, value in DEMO.items() if vars(args)[flag] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
     if not args.model or not args.data:
-        raise BadInput("give both --model and --data" + ", or neither for the demo" * has_demo)
+        raise BadInput("give both --model and --data, or neither for the demo")
 
     # Values that no run can have.
     for flag, kind in type(args).__annotations__.items():
@@ -781,23 +785,29 @@ def complete_flags(args, new_tokens: int = 0):
     # Flags that contradict each other or the model.
     if args.sync_reference and args.ref not in ("swap", "auto"):
         raise BadInput("--sync_reference needs --ref swap")
-    if args.lora_target != "all-linear" and not args.lora_r:
+    if args.lora_target and not args.lora_r:
         raise BadInput("--lora_target needs --lora_r")
-    base = base_of(args.model)
+    try:
+        base = base_of(args.model)
+        room = context_length(AutoConfig.from_pretrained(base)) - new_tokens
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--model {args.model}: {error}") from None
     if args.lora_r and base != args.model:
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
 
     # What depends on other flags and on the model.
+    args = replace(args)  # a copy, so that the caller's flags stay as they are
     if args.dtype == "auto":
-        args = replace(args, dtype="bfloat16" if torch.cuda.is_available() else "float32")
+        args.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if args.lr is None:
-        args = replace(args, lr=1e-5 if args.lora_r or base != args.model else 1e-6)
+        args.lr = 1e-5 if args.lora_r or base != args.model else 1e-6
     if not args.out:
         name = f"out/{Path(__file__).stem}"
         folders = [name] + [f"{name}-{n}" for n in range(2, 1000)]
-        args = replace(args, out=next(folder for folder in folders if not Path(folder, "model").exists()))
-    room = context_length(AutoConfig.from_pretrained(base)) - new_tokens
-    return replace(args, ref_model=args.ref_model or args.model, max_length=min(args.max_length, room))
+        args.out = next(folder for folder in folders if not Path(folder, "model").exists())
+    args.ref_model = args.ref_model or args.model
+    args.max_length = min(args.max_length, room)
+    return args
 
 
 # ---- Order and learning rate: the same in dpo.py, kto.py and rloo.py -
@@ -812,11 +822,10 @@ def order_of_epoch(epoch: int, n_rows: int, seed: int) -> list[int]:
     return generator(seed, "order", epoch).permutation(n_rows).tolist()
 
 
-def batch_rows(step: int, rows: list, batch_size: int, seed: int, n_steps: int = 1) -> list:
-    """The rows of a step, or of n_steps. Each epoch is a new permutation of all rows."""
+def batch_rows(step: int, rows: list, batch_size: int, seed: int) -> list:
+    """The rows of a step. Each epoch is a new permutation of all rows."""
     batch = []
-    start = (step - 1) * batch_size
-    for position in range(start, start + n_steps * batch_size):
+    for position in range((step - 1) * batch_size, step * batch_size):
         epoch, place = divmod(position, len(rows))
         batch.append(rows[order_of_epoch(epoch, len(rows), seed)[place]])
     return batch
@@ -862,8 +871,7 @@ def describe_files(models: dict[str, str], functions: list[str]) -> dict:
     run["functions"] = [digest_of([Path(spec.partition(":")[0]).read_bytes()]) for spec in functions]
 
     run["code"] = {file.name: digest_of([file.read_bytes()]) for file in (Path(__file__), HERE / "refcache.py")}
-    libraries = [name for name in ("torch", "transformers", "tokenizers", "peft") if find_spec(name)]
-    run["code"] |= {name: version(name) for name in libraries}
+    run["code"] |= {name: version(name) for name in ("torch", "transformers")}
     return run
 
 

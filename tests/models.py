@@ -43,13 +43,11 @@ MODELS = {  # name -> (model type, config, whether its completions may share a p
 
 ROUNDING = {  # families with float32 inputs of layers, or with weights that stay float32
     "olmo2": ("olmo2", SMALL),
-    "flex-olmo": ("flex_olmo", dict(SMALL, num_experts=4, num_experts_per_tok=2)),
     "ernie-moe-float32-router": ("ernie4_5_moe", dict(
         SMALL, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_num_shared_experts=1,
         moe_layer_start_index=0)),
     "mamba2": ("mamba2", dict(
         TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, n_groups=2, expand=2)),
-    "falcon-mamba": ("falcon_mamba", dict(TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8)),
 }
 
 ON_CUDA = ["llama", "qwen3", "gpt2", "mistral-window-5", "mistral-window-200", "gemma3-window-6",
@@ -59,6 +57,11 @@ GROUPS = [(P, [(12, 4, 55, 2), (60, 2), (12, 33, 71, 80, 6, 19, 2)]), (Q, [(44, 
           (P + Q + P, [(13, 14, 15, 16, 2), (13, 14, 2)])]
 EIGHT = [(12, 4, 55), (60,), (12, 33, 71, 80, 6, 19), (44, 2), (12, 4), (7, 7, 7, 7), (1, 2), (90,)]
 SAMPLES = {k: [(P, EIGHT[:k]), (P + Q + P, EIGHT[-k:]), (R, EIGHT[:k])] for k in (1, 2, 8)}  # k completions per prompt
+
+
+def bad_input(words):
+    """The block must raise a BadInput with these words."""
+    return pytest.raises(refcache.BadInput, match=words)
 
 
 def slow_but(quick, names):

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 import tyro
-from models import gradient, logps, slow_but
+from models import bad_input, gradient, logps, slow_but
 from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
 from slow_losses import (
     alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, rpo, weighted,
@@ -25,7 +25,7 @@ from torch import tensor
 import dpo
 import refcache
 import rloo
-from refcache import BadInput, log_ratios
+from refcache import log_ratios
 
 PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
@@ -87,10 +87,6 @@ def test_patch_applies_to_each_of_its_scripts_and_the_machinery_stacks_on_it(nam
                 both = run_patch(one, other, tmp_path / "both.py")
                 compile(both, f"{name}+{other}", "exec")
                 assert both == text_of(script, [other, name])
-
-
-def test_all_patches_together_have_at_most_80000_characters():
-    assert sum(map(len, PATCHES.values())) <= 80_000
 
 
 @EACH_PATCH
@@ -185,7 +181,7 @@ def test_policy_and_reference_in_4_bits_are_equal_at_step_1(name):
 @pytest.mark.parametrize("processes, flags", [(1, {}), (2, dict(lora_r=4))])
 def test_load_in_4bit_needs_an_adapter_and_one_process(monkeypatch, processes, flags):
     monkeypatch.setattr(changed("load_in_4bit"), "process_count", lambda: processes)
-    with pytest.raises(BadInput, match="adapter.* one process"):
+    with bad_input("adapter.* one process"):
         run("load_in_4bit", **flags)
 
 

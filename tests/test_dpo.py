@@ -11,14 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import build
+from models import bad_input, build
 from runs import (  # noqa: F401
     BOTH, SCRIPTS, TINY, TOKENIZER, arguments, data, distance, load, read, run, same, tiny, weights_of, without_speed)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 from dpo import Args, batch_rows, generate, learning_rate, load_rows, write_samples
-from refcache import BadInput, ReferenceCache, checkpoint_digest
+from refcache import ReferenceCache, checkpoint_digest
 
 FIRST = dict(eval_every=2, samples=2, max_new_tokens=4, save_every=50)
 
@@ -150,7 +150,7 @@ def test_log_probs_of_another_model_stop_the_run(monkeypatch):
 
     monkeypatch.setattr(dpo, "load_model", load_another)
     args = arguments()
-    with pytest.raises(BadInput, match="differ by"):
+    with bad_input("differ by"):
         dpo.main(args)
     assert not Path(args.out, "model").exists()
 
@@ -243,6 +243,21 @@ def test_scores_get_the_columns_of_all_rows_and_none_is_left_out_of_the_mean(tmp
     assert [(line["step"], line["score"]) for line in lines] == [(0, 0.25), (0, None)]
 
 
+@BOTH
+def test_score_is_tried_before_the_reference_pass(script, tmp_path, monkeypatch):
+    """On the answers of two rows that have all columns."""
+    rows = read(data(script)[0])
+    for row in rows[5:8]:
+        row["answer"] = "42"
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "score.py").write_text("def rate(answer, completions, **_):\n    raise KeyError(answer, completions)")
+    monkeypatch.setattr(ReferenceCache, "fill", None)
+    with pytest.raises(KeyError) as raised:
+        SCRIPTS[script].main(arguments(script, data=f"{tmp_path}/rows.jsonl", score=f"{tmp_path}/score.py:rate"))
+    name = "chosen" if script == "dpo" else "completion"
+    assert raised.value.args == (["42", "42"], [row[name] for row in rows[6:8]])
+
+
 def test_answers_that_differ_are_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(dpo, "generate", lambda *_: [(5,), (5,)])
     assert sampled(tmp_path, "return [0.0, 0.0]")[0]["samples/distinct"] == 1
@@ -258,16 +273,17 @@ def test_one_answer_for_each_whole_prompt(tmp_path):
 
 # --- What is refused
 
-@pytest.mark.parametrize("flags, needed", [(dict(sync_reference=2), "--ref swap"), (dict(lora_target="q"), "--lora_r")])
+@pytest.mark.parametrize("flags, needed", [
+    (dict(sync_reference=2), "--ref swap"), (dict(lora_target=("q",)), "--lora_r")])
 def test_flags_that_need_another_are_refused(flags, needed):
-    with pytest.raises(BadInput, match=needed):
+    with bad_input(needed):
         dpo.main(arguments(**flags))
 
 
 @BOTH
 def test_loss_that_is_not_finite_stops_the_run(script):
     args = arguments(script, lr=1e17, max_grad_norm=1e17)
-    with pytest.raises(BadInput, match="step 2"):
+    with bad_input("step 2"):
         SCRIPTS[script].main(args)
     assert [line["step"] for line in read(f"{args.out}/metrics.jsonl")] == [0, 1]
     assert not (Path(args.out) / "model").exists()

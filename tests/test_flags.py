@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import slow_but
+from models import bad_input, slow_but
 from runs import EACH, SCRIPTS, arguments, load, needs_peft, read
 from safetensors.torch import load_file
 
 import dpo
 import rloo
-from refcache import BadInput, StepMemory
+from refcache import StepMemory
 
 BAD = {  # of every script
     "lr": -1e-6, "warmup": -0.1, "epochs": 0.0, "steps": -2, "batch_size": 0, "lora_r": 0, "weight_decay": -0.1,
@@ -34,7 +34,7 @@ def resolve(script, **flags):
     ("kto", "beta", 0.0), ("kto", "loss", "sigmoid"), ("kto", "undesirable_weight", -1.0),
     ("rloo", "k", 1), ("rloo", "temperature", 0.0), ("rloo", "max_new_tokens", 0), ("rloo", "updates_per_rollout", 0)])
 def test_values_that_no_run_can_have_are_refused(script, flag, value):
-    with pytest.raises(BadInput, match=rf"--{flag}\b"):
+    with bad_input(rf"--{flag}\b"):
         resolve(script, **{flag: value})
 
 
@@ -46,17 +46,15 @@ def test_smallest_values_are_accepted(script):
     assert {name: vars(args)[name] for name in flags} == flags
 
 
-def test_label_smoothing_is_for_sigmoid_and_a_loss_is_named():
+def test_label_smoothing_is_for_sigmoid():
     assert resolve("dpo", label_smoothing=0.4, loss=("sft", "sigmoid")).label_smoothing == 0.4
-    with pytest.raises(BadInput, match="--label_smoothing"):
+    with bad_input("--label_smoothing"):
         resolve("dpo", label_smoothing=0.4, loss=("ipo",))
-    with pytest.raises(BadInput, match="--loss"):
-        resolve("dpo", loss=())
 
 
 def test_model_and_data_are_given_both_or_neither():
     for flags in (dict(model="mine"), dict(data="mine")):
-        with pytest.raises(BadInput, match="^give both --model and --data, or neither for the demo$"):
+        with bad_input("^give both --model and --data, or neither for the demo$"):
             dpo.resolve(dpo.Args(**flags))
 
 
@@ -91,7 +89,9 @@ def test_reference_of_rloo_is_live_where_it_fits(monkeypatch, gpu, flags, expect
 # --- A user's own functions
 
 def call(function, /, **columns):
-    return dpo.call_function("mine.py:rate", function, 2, prompts=["p", "q"], completions=["a", "b"], **columns)
+    rows = [dpo.Row((1,), (2,), (3,), (1,), dict(prompt=prompt) | {name: values[i] for name, values in columns.items()})
+            for i, prompt in enumerate("pq")]
+    return dpo.call_function("mine.py:rate", function, rows, ["a", "b"])
 
 
 async def rate_later(**columns):
@@ -107,19 +107,14 @@ def test_numbers_may_come_from_a_coroutine_a_generator_or_a_tensor(function):
     assert call(function) == pytest.approx([0.5, math.nan], nan_ok=True)
 
 
-def test_columns_may_have_any_name():
-    names = ("n", "function", "spec", "self", "value")
-    assert call(lambda **columns: [len(columns), columns["n"][1]], **dict.fromkeys(names, [7, 8])) == [7, 8]
-
-
 @pytest.mark.parametrize("value", [None, 0.5, ["good", "bad"], [1.0], [1.0, 2.0, 3.0], [[1.0], [2.0]]], ids=str)
 def test_other_results_are_refused_in_one_sentence(value):
-    with pytest.raises(BadInput, match=r"mine.py:rate returned .*: expected a list of 2 numbers or None"):
+    with bad_input(r"mine.py:rate returned .*: expected a list of 2 numbers or None"):
         call(lambda **columns: value)
 
 
 def test_missing_argument_is_named_and_errors_keep_their_traceback():
-    with pytest.raises(BadInput, match=r"mine.py:rate: .*'answer'.*: add \*\*columns"):
+    with bad_input(r"mine.py:rate: .*'answer'.*: add \*\*columns"):
         call(lambda prompts, completions: [1.0, 2.0], answer=["42", "43"])
 
     def rate(**columns):

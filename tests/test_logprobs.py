@@ -8,14 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import (
-    GROUPS, MODELS, ON_CUDA, P, SAMPLES, SMALL, build, flat, make, ready, slow, slow_but, values_and_gradients)
+    GROUPS, MODELS, ON_CUDA, P, SAMPLES, SMALL, bad_input, build, flat, make, ready, slow, slow_but,
+    values_and_gradients)
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import refcache
 from refcache import (
-    SHARED, BadInput, completion_logprobs, context_length, enable_shared_prompts, has_shared_prompts,
+    SHARED, completion_logprobs, context_length, enable_shared_prompts, has_shared_prompts,
     one_kernel_serves, pack)
 
 QUICK = {"llama", "mistral-window-5", "gpt2", "bert-layers-before-the-head", "gemma2-softcaps", "gemma3-window-6",
@@ -207,7 +208,7 @@ def test_a_window_makes_no_mask_of_all_pairs():
 def test_model_whose_logits_are_nan_is_refused():
     model = make("llama")
     model.lm_head.weight.data.fill_(float("nan"))
-    with pytest.raises(BadInput, match="not supported.*NaN"):
+    with bad_input("not supported.*NaN"):
         completion_logprobs(model, GROUPS)
 
 
@@ -215,7 +216,7 @@ def test_bidirectional_model_is_refused():
     """Even as it is initialized, where later tokens change log-probs by 2e-4 nats only."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **SMALL, is_decoder=False)).eval()
-    with pytest.raises(BadInput, match="causal"):
+    with bad_input("causal"):
         enable_shared_prompts(model)
 
 
@@ -224,7 +225,7 @@ def test_bidirectional_model_is_refused():
     ((5, 97), [(5,)], "97 embeddings"), (P, [(5,), (97,)], "97 embeddings"),
     (P * 36, [(5,) * 4, (5,) * 5], "257 tokens")])
 def test_group_outside_the_model_is_refused(prompt, completions, words):
-    with pytest.raises(BadInput, match=words):
+    with bad_input(words):
         completion_logprobs(make("llama"), [(prompt, completions)])
 
 

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import build
+from models import bad_input, build
 from runs import EACH, FOLDER, SCRIPTS, TIED, arguments, data, needs_peft, read, save, tiny, without_speed
 from safetensors.torch import load_file
 from tqdm import tqdm
 
 import dpo
-from refcache import BadInput
 
 REWARD = """
 import torch
@@ -189,7 +188,7 @@ def contents(folder):
 def test_files_of_another_program_are_refused_and_stay(name, tmp_path):
     (tmp_path / name).write_text('{"prompt": "The tea"}\n')
     before = contents(tmp_path)
-    with pytest.raises(BadInput, match=f"{name} is of another program.*--out"):
+    with bad_input(f"{name} is of another program.*--out"):
         dpo.main(arguments(out=str(tmp_path), ref="swap"))
     assert contents(tmp_path) == before
 
@@ -216,7 +215,7 @@ def test_checkpoint_or_log_that_lost_bytes_is_refused_before_training(damage, tm
     if damage != "no shard":
         path.write_bytes(content[:-1])
     before = contents(out)
-    with pytest.raises(BadInput, match=f"{path.name} had {len(content)} bytes: restore it"):
+    with bad_input(f"{path.name} had {len(content)} bytes: restore it"):
         start("dpo", out)
     assert contents(out) == before
 
@@ -277,7 +276,7 @@ def test_resume_refuses_other_rows_weights_and_functions(name, tmp_path):
     for file, edited, words in edits:
         before = file.read_bytes()
         file.write_bytes(edited)
-        with pytest.raises(BadInput, match=f"{words}.*--out"):
+        with bad_input(f"{words}.*--out"):
             start(name, out, **flags)
         file.write_bytes(before)
     flags["model"] = str(shutil.copytree(models[0], tmp_path / "moved"))  # equal bytes in another place
@@ -298,10 +297,10 @@ def test_edited_script_is_named_at_a_resume(tmp_path, capsys, monkeypatch):
 def test_folder_of_another_run_or_script_is_refused(tmp_path, monkeypatch):
     out = copy_of("dpo", tmp_path)
     before = contents(out)
-    with pytest.raises(BadInput, match="a run with other lr: name another --out"):
+    with bad_input("a run with other lr: name another --out"):
         start("dpo", out, lr=0.1)
     monkeypatch.setattr(dpo, "__file__", shutil.copy(dpo.__file__, tmp_path / "orpo.py"))
-    with pytest.raises(BadInput, match="a run with other script: name another --out"):
+    with bad_input("a run with other script: name another --out"):
         start("dpo", out)
     assert contents(out) == before
 
@@ -320,9 +319,9 @@ def test_folder_is_free_after_a_run_that_was_interrupted(tmp_path, monkeypatch):
 def test_folder_of_a_finished_or_a_running_run_is_refused(tmp_path):
     finished, _ = whole("dpo")
     before = contents(finished)
-    with pytest.raises(BadInput, match="finished.*--out"):
+    with bad_input("finished.*--out"):
         start("dpo", finished)
     assert contents(finished) == before
 
-    with dpo.lock_folder(tmp_path), pytest.raises(BadInput, match="another run.*--out"):
+    with dpo.lock_folder(tmp_path), bad_input("another run.*--out"):
         start("dpo", tmp_path)

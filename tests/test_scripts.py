@@ -92,7 +92,8 @@ def test_help_explains_every_flag_and_shows_paragraphs(script, capsys):
 
 @pytest.mark.parametrize("script, flag, name", [
     *((script, "data", "folder/no.jsonl") for script in SCRIPTS), ("dpo", "out", "file"), ("dpo", "out", "file/below"),
-    ("dpo", "data", "folder"), ("dpo", "score", "no.py:rate"), ("dpo", "ref_cache", "file/cache.pkl")])
+    ("dpo", "data", "folder"), ("dpo", "score", "no.py:rate"), ("dpo", "ref_cache", "file/cache.pkl"),
+    ("dpo", "model", "folder"), ("dpo", "model", "folder/no_model")])
 def test_wrong_file_or_folder_is_named_in_one_sentence(script, flag, name, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)  # the hub is not asked
     (tmp_path / "file").write_text("mine")
