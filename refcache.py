@@ -49,7 +49,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 Groups = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]
 Ragged = list[list[torch.Tensor]]  # for each group, for each completion: (len(completion),)
-HEAD_BYTES = 2**28  # of the float32 logits of one chunk on CUDA: 441 completion tokens at V = 151,936
+HEAD_BYTES = 2**26  # of the float32 logits of one chunk: 110 completion tokens at V = 151,936; more on CUDA
 SHARED = "sdpa_shared_prompt"  # with "sdpa" in its name, transformers rejects it for models without sdpa
 PROBED = WeakSet()  # models whose attention enable_shared_prompts has chosen
 sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
@@ -196,7 +196,7 @@ class ReferenceCache(Mapping):
                 if not np.isfinite(np.frombuffer(b"".join(scored.values()), np.float32)).all():
                     raise BadInput("it holds a log-prob that is not finite")
         except Exception as error:  # any error of a damaged or hostile file
-            advice = "name another, or delete it if it is an old cache"
+            advice = "name another, or delete it if it is old"
             raise BadInput(f"{path} cannot be used, {one_line(error)}: {advice}") from None
         self.add(table.items())  # the job that saved first decides, so a resume finds the same numbers
 
@@ -204,7 +204,7 @@ class ReferenceCache(Mapping):
 def load_builtins(data):
     """Unpickles dicts and bytes. A pickle with anything else is refused before unpickling."""
     allowed = "PROTO FRAME MARK MEMOIZE STOP EMPTY_DICT SETITEM SETITEMS SHORT_BINBYTES BINBYTES".split()
-    others = {opcode.name for opcode, _, _ in pickletools.genops(data)} - set(allowed)  # genops also checks sizes
+    others = {opcode.name for opcode, *_ in pickletools.genops(data)} - set(allowed)  # genops also checks sizes
     if others:
         raise BadInput(f"pickle opcode {min(others)}")
     return pickle.loads(data)
@@ -445,13 +445,16 @@ def _flat_logprobs(core, inputs, sources, targets, temperature):
         return log_softmax_at(logits, targets, temperature)
 
     # The logits of all N tokens may be most of the memory of a step, so they are computed in chunks.
-    budget = HEAD_BYTES if hidden.is_cuda else HEAD_BYTES // 4  # 64 MiB is best on a CPU
-    chunk_size = max(1, budget // (4 * len(core.get_input_embeddings().weight)))
-    if len(hidden) <= chunk_size:
-        return token_logprobs(hidden, targets)
     weights = []  # that train, and that the decoder does not have: the head's, above all
     for module in set(core.modules()) - set(decoder.modules()):
         weights += [weight for weight in module.parameters(recurse=False) if weight.requires_grad]
+
+    budget = HEAD_BYTES  # 64 MiB is best on a CPU
+    if hidden.is_cuda:
+        budget *= 8 if weights else 4  # each chunk adds to the float32 gradient of a head that trains
+    chunk_size = max(1, budget // (4 * len(core.get_input_embeddings().weight)))
+    if len(hidden) <= chunk_size:
+        return token_logprobs(hidden, targets)
     return InChunks.apply(token_logprobs, chunk_size, hidden, targets, *weights)
 
 

@@ -37,7 +37,7 @@ def assert_exact(model, temperature=1.0):
 
 def set_chunks(monkeypatch, tokens):
     """The head sees so many completion tokens at a time, on a CPU."""
-    monkeypatch.setattr(refcache, "HEAD_BYTES", 4 * tokens * 97 * 4)
+    monkeypatch.setattr(refcache, "HEAD_BYTES", tokens * 97 * 4)
 
 
 def use_attention(monkeypatch, function):
