@@ -166,6 +166,14 @@ def copy_of(name, folder):
     return Path(shutil.copytree(killed(name), folder / "out"))
 
 
+@EACH
+def test_checkpoints_come_every_save_every_steps_and_at_the_end(script, monkeypatch):
+    steps = []
+    monkeypatch.setattr(SCRIPTS[script], "save_checkpoint", lambda out, step, *_: steps.append(step))
+    SCRIPTS[script].main(arguments(script, steps=3, save_every=2))
+    assert steps == [2, 3]
+
+
 @pytest.mark.parametrize("name", ["dpo", pytest.param("dpo-lora", marks=needs_peft)])
 def test_checkpoint_holds_each_changing_tensor_once(name):
     (folder,) = killed(name).glob("resume-*")
