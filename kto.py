@@ -82,7 +82,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 # What may differ when a run is resumed. Of models and data the content is compared, not the path.
 MAY_CHANGE = ("model ref_model data eval_data out ref_cache tokens_per_forward gradient_checkpointing save_every "
               "save_dtype eval_every samples wandb code").split()
-SMALLEST = dict(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1)  # values; 0 for all other flags
+SMALLEST = dict(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1, max_new_tokens=1)  # 0 for other flags
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Args:
     undesirable_weight: float = 1.0  # λ_U, the weight of undesirable rows
 
     epochs: float = 1.0  # passes over the data
-    steps: int | None = None  # optimizer steps; None or -1: as many as --epochs needs; 0: only fill the cache
+    steps: int = -1  # optimizer steps; -1: as many as --epochs needs; 0: only fill the cache
     batch_size: int = 32  # rows per optimizer step
     lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4; see docs/recipes.md
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
@@ -122,7 +122,7 @@ class Args:
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on a GPU
     tokens_per_forward: int = 16384  # limits memory; never changes the result
-    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # memory for time; auto: on if the GPU is too small
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # saves memory, costs time; auto: if the GPU is small
 
     save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
     save_dtype: Literal["auto", "float32"] = "auto"  # of the saved model; auto: as in forward passes
@@ -277,26 +277,24 @@ def train(args: Args, out: Path) -> list[dict]:
 
     batch_size = min(args.batch_size, len(train_rows))
     steps = args.steps
-    if steps in (None, -1):
+    if steps == -1:
         steps = math.ceil(args.epochs * len(train_rows) / batch_size)
     run = describe_run(train_rows, eval_rows, args)
 
-    score = None
-    if args.score:
-        score = load_function(args.score)
-        # It is tried on two rows that have all columns, so that it does not fail after the reference's pass.
-        rows = sorted(train_rows, key=lambda row: len(row.columns))[-2:]
-        texts = tokenizer.batch_decode([row.completion for row in rows], skip_special_tokens=True)
-        call_function(args.score, score, rows, texts)
+    score = load_function(args.score) if args.score else None
+    if score and eval_rows:  # it is tried on two rows, so that it does not fail after the reference's pass
+        texts = tokenizer.batch_decode([row.completion for row in eval_rows[:2]], skip_special_tokens=True)
+        call_function(args.score, score, eval_rows, texts)
 
     # The reference comes first, so that memory never holds both models.
     if args.ref == "cache":
         reference = ReferenceCache(name=args.ref_model, reference=run["ref_model's weights"], dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
-        n_used = min(steps * batch_size or math.inf, len(train_rows))  # --steps 0 needs all of them
+        n_used = min(steps * batch_size or math.inf, len(train_rows))  # --steps 0 scores all of them
         used = batch_rows(1, train_rows, n_used, args.seed) + eval_rows
+        # It loads the reference model, scores, saves to `path`, and frees the model.
         reference.fill(lambda: load_model(args.ref_model, device, args), groups(used + with_others(used)),
-                       args.tokens_per_forward, path)  # frees the reference model
+                       args.tokens_per_forward, path)
     if steps < 1:
         return []
 
@@ -552,7 +550,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
             prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), counts)
             kinds.add((type(prompt), columns.get("prompt") is None))
             if len(kinds) > 1:
-                raise ValueError("unlike the rows before: text, messages, or no prompt")
+                raise ValueError("the rows before have another kind of prompt")
 
             texts = render(tokenizer, prompt, answers, args, columns, counts)
             all_ids = tokenize(tokenizer, texts, add_bos=isinstance(prompt, str))
@@ -622,8 +620,7 @@ def split_prompt(prompt, answers: list, counts: Counter) -> tuple[str | list, li
         counts["with answers that repeat the prompt"] += 1
 
     for answer in answers:
-        messages = answer if isinstance(answer, list) else []
-        if any(message["role"] in ("user", "system") for message in messages):
+        if not isinstance(answer, str) and any(message["role"] in ("user", "system") for message in answer):
             raise ValueError("an answer contains a user or system message")
     return prompt, answers
 
@@ -704,7 +701,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
     if process_count() > 1 or (trains and args.dtype == "bfloat16"):
         shard(model, device, args.dtype)
-    model.eval().to(device)  # without dropout
+    model.eval().to(device)
     if trains_all:
         model.float()  # after shard: no process holds the whole model in float32
     enable_shared_prompts(model)
@@ -769,20 +766,19 @@ def load_function(spec: str) -> Callable:
 
 
 def call_function(spec: str, function: Callable, rows: list, texts: list[str], **inputs) -> list[float]:
-    """What a user's reward or score returns for these answers to the prompts of rows: a number each, NaN for None. It
-    receives the rows' columns, and `inputs`. A coroutine is awaited. What the function itself raises keeps its
-    traceback."""
+    """What a user's reward or score returns for answers to the prompts of the first rows: one number per answer, NaN
+    for None. It receives all columns that the rows have, and `inputs`. A coroutine is awaited. What the function itself
+    raises keeps its traceback."""
     names = set().union(*(row.columns for row in rows))
-    inputs = {name: [row.columns.get(name) for row in rows] for name in names} | inputs
-    inputs["prompts"] = inputs.pop("prompt")
-    inputs["completions"] = texts
-    if not isinstance(inputs["prompts"][0], str):
-        inputs["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
+    inputs = {name: [row.columns.get(name) for row in rows[:len(texts)]] for name in names} | inputs
+    if not isinstance(inputs["prompt"][0], str):
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    inputs |= {"prompts": inputs.pop("prompt"), "completions": texts}
 
     try:
         inspect.signature(function).bind(**inputs)
     except TypeError as error:
-        raise BadInput(f"{spec}: {error}: add **columns") from None
+        raise BadInput(f"{spec}: {error}: it gets {', '.join(inputs)}, add **columns") from None
     values = function(**deepcopy(inputs))  # it may change its arguments
     if inspect.iscoroutine(values):
         values = asyncio.run(values)
@@ -791,8 +787,8 @@ def call_function(spec: str, function: Callable, rows: list, texts: list[str], *
         numbers = [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError):
         numbers = []
-    if len(numbers) != len(rows):
-        raise BadInput(f"{spec} returned {str(values)[:99]}: expected a list of {len(rows)} numbers or None")
+    if len(numbers) != len(texts):
+        raise BadInput(f"{spec} returned {str(values)[:99]}: expected a list of {len(texts)} numbers or None")
     return numbers
 
 
@@ -1028,11 +1024,11 @@ def save_model(model, tokenizer, folder: Path, args):
     hidden = folder.with_name(f".{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     dtype = args.dtype if args.save_dtype == "auto" else "float32"
-    cast = {}  # tied weights stay one tensor
-    for weight in state.values():
-        cast[weight.data_ptr()] = weight.to(getattr(torch, dtype)) if weight.is_floating_point() else weight
+    floats = [weight for weight in state.values() if weight.is_floating_point()]
+    cast = {weight.data_ptr(): weight.to(getattr(torch, dtype)) for weight in floats}  # tied weights stay one tensor
 
-    model.save_pretrained(hidden, state_dict={name: cast[weight.data_ptr()] for name, weight in state.items()})
+    state = {name: cast.get(weight.data_ptr(), weight) for name, weight in state.items()}
+    model.save_pretrained(hidden, state_dict=state)
     tokenizer.save_pretrained(hidden)
     config = hidden / "config.json"
     if config.exists():  # an adapter has none. The config names the dtype of training, not that of the saved weights

@@ -445,9 +445,9 @@ def _flat_logprobs(core, inputs, sources, targets, temperature):
         return log_softmax_at(logits, targets, temperature)
 
     # The logits of all N tokens may be most of the memory of a step, so they are computed in chunks.
-    weights = []  # that train, and that the decoder does not have: the head's, above all
+    weights = set()  # that train, outside of the decoder: the head's, above all; two modules may have the same bias
     for module in set(core.modules()) - set(decoder.modules()):
-        weights += [weight for weight in module.parameters(recurse=False) if weight.requires_grad]
+        weights |= {weight for weight in module.parameters(recurse=False) if weight.requires_grad}
 
     budget = HEAD_BYTES  # 64 MiB is best on a CPU
     if hidden.is_cuda:

@@ -124,7 +124,7 @@ class Args:
     max_new_tokens: int = 128  # tokens per sample
 
     epochs: float = 1.0  # passes over the data
-    steps: int | None = None  # rollouts; None or -1: as many as --epochs needs; 0: only evaluate
+    steps: int = -1  # rollouts; -1: as many as --epochs needs; 0: only evaluate
     batch_size: int = 8  # prompts per step
     lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4; see docs/recipes.md
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
@@ -136,7 +136,7 @@ class Args:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on a GPU
     tokens_per_forward: int = 16384  # limits memory; never changes the result
     rollout_tokens: int = 65536  # limits the memory of a rollout, as tokens in its key-value cache
-    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # memory for time; auto: on if the GPU is too small
+    gradient_checkpointing: Literal["auto", "on", "off"] = "auto"  # saves memory, costs time; auto: if the GPU is small
 
     save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
     save_dtype: Literal["auto", "float32"] = "auto"  # of the saved model; auto: as in forward passes
@@ -177,7 +177,7 @@ class Row(NamedTuple):
     prompt: tuple[int, ...]  # token ids
     columns: dict  # of the file: the prompt, and what the reward needs
 
-    whole_prompt = property(lambda row: row.prompt)  # load_data divides by it; here no answer can share its last token
+    whole_prompt = property(lambda row: row.prompt)  # load_data splits the rows by it
 
 
 class Samples(NamedTuple):
@@ -294,7 +294,7 @@ def train(args: Args, out: Path) -> list[dict]:
 
     batch_size = min(args.batch_size, len(train_rows))
     steps = args.steps
-    if steps in (None, -1):
+    if steps == -1:
         steps = math.ceil(args.epochs * len(train_rows) / batch_size)
     functions = load_rewards(device, args)
     run = describe_run(train_rows, eval_rows, args)
@@ -656,10 +656,9 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     rank, ranks = process_rank(), process_count()
     own = slice(len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks)
     k = samples.mask.shape[1]
-    names = set().union(*(row.columns for row in rows))  # a process may have rows without some of them
-    rows = [row._replace(columns=dict.fromkeys(names) | row.columns) for row in rows[own] for _ in range(k)]
+    rows = [row._replace(columns=deepcopy(row.columns)) for row in rows[own] for _ in range(k)]  # one per sample
     texts = list(chain(*samples.texts[own]))
-    completion_ids = [list(ids) for _, completions in samples.groups[own] for ids in completions]
+    ids = [list(completion) for _, completions in samples.groups[own] for completion in completions]
     ended = samples.ended[own].flatten().tolist()
 
     all_values = []
@@ -667,7 +666,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     for name, function, weight in functions:
         values = []
         if rows:
-            values = call_function(name, function, rows, texts, completion_ids=completion_ids, ended=ended)
+            values = call_function(name, function, rows, texts, completion_ids=ids, ended=ended)
         values = torch.tensor(list(chain(*all_gather(values))))  # (B · k,)
         means[f"rewards/{name}"] = values.nanmean().item()
         all_values.append(weight * values)
@@ -716,7 +715,7 @@ class RewardModel:
     def __call__(self, prompts, completions, ended, **columns) -> list[float]:
         texts = []
         for prompt, completion, has_ended in zip(prompts, completions, ended):
-            mark = "" if has_ended else "\uffff"  # in no text; what follows it was not sampled
+            mark = "" if has_ended else "\uffff"  # is in no text; the text is cut there
             if isinstance(prompt, str):
                 completion += mark
             else:
@@ -747,7 +746,9 @@ COLUMNS = 'prompt, as a string or a list of {"role", "content"}'
 
 
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
-    return [Row(prompt, columns) for prompt, _, _, columns in encode(tokenizer, source, lambda columns: [], args)]
+    rows = [Row(prompt, columns) for prompt, *_, columns in encode(tokenizer, source, lambda columns: [], args)]
+    names = {name: None for row in rows for name in row.columns}
+    return [row._replace(columns=names | row.columns) for row in rows]  # what a row lacks is None
 
 
 # ======================================================================
@@ -822,7 +823,7 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
             prompt, answers = split_prompt(columns.get("prompt"), answers_of(columns), counts)
             kinds.add((type(prompt), columns.get("prompt") is None))
             if len(kinds) > 1:
-                raise ValueError("unlike the rows before: text, messages, or no prompt")
+                raise ValueError("the rows before have another kind of prompt")
 
             texts = render(tokenizer, prompt, answers, args, columns, counts)
             all_ids = tokenize(tokenizer, texts, add_bos=isinstance(prompt, str))
@@ -892,8 +893,7 @@ def split_prompt(prompt, answers: list, counts: Counter) -> tuple[str | list, li
         counts["with answers that repeat the prompt"] += 1
 
     for answer in answers:
-        messages = answer if isinstance(answer, list) else []
-        if any(message["role"] in ("user", "system") for message in messages):
+        if not isinstance(answer, str) and any(message["role"] in ("user", "system") for message in answer):
             raise ValueError("an answer contains a user or system message")
     return prompt, answers
 
@@ -974,7 +974,7 @@ def load_model(name: str, device: str, args, trains: bool = False):
 
     if process_count() > 1 or (trains and args.dtype == "bfloat16"):
         shard(model, device, args.dtype)
-    model.eval().to(device)  # without dropout
+    model.eval().to(device)
     if trains_all:
         model.float()  # after shard: no process holds the whole model in float32
     enable_shared_prompts(model)
@@ -1039,20 +1039,19 @@ def load_function(spec: str) -> Callable:
 
 
 def call_function(spec: str, function: Callable, rows: list, texts: list[str], **inputs) -> list[float]:
-    """What a user's reward or score returns for these answers to the prompts of rows: a number each, NaN for None. It
-    receives the rows' columns, and `inputs`. A coroutine is awaited. What the function itself raises keeps its
-    traceback."""
+    """What a user's reward or score returns for answers to the prompts of the first rows: one number per answer, NaN
+    for None. It receives all columns that the rows have, and `inputs`. A coroutine is awaited. What the function itself
+    raises keeps its traceback."""
     names = set().union(*(row.columns for row in rows))
-    inputs = {name: [row.columns.get(name) for row in rows] for name in names} | inputs
-    inputs["prompts"] = inputs.pop("prompt")
-    inputs["completions"] = texts
-    if not isinstance(inputs["prompts"][0], str):
-        inputs["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
+    inputs = {name: [row.columns.get(name) for row in rows[:len(texts)]] for name in names} | inputs
+    if not isinstance(inputs["prompt"][0], str):
+        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    inputs |= {"prompts": inputs.pop("prompt"), "completions": texts}
 
     try:
         inspect.signature(function).bind(**inputs)
     except TypeError as error:
-        raise BadInput(f"{spec}: {error}: add **columns") from None
+        raise BadInput(f"{spec}: {error}: it gets {', '.join(inputs)}, add **columns") from None
     values = function(**deepcopy(inputs))  # it may change its arguments
     if inspect.iscoroutine(values):
         values = asyncio.run(values)
@@ -1061,8 +1060,8 @@ def call_function(spec: str, function: Callable, rows: list, texts: list[str], *
         numbers = [math.nan if value is None else float(value) for value in values]
     except (TypeError, ValueError):
         numbers = []
-    if len(numbers) != len(rows):
-        raise BadInput(f"{spec} returned {str(values)[:99]}: expected a list of {len(rows)} numbers or None")
+    if len(numbers) != len(texts):
+        raise BadInput(f"{spec} returned {str(values)[:99]}: expected a list of {len(texts)} numbers or None")
     return numbers
 
 
@@ -1298,11 +1297,11 @@ def save_model(model, tokenizer, folder: Path, args):
     hidden = folder.with_name(f".{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     dtype = args.dtype if args.save_dtype == "auto" else "float32"
-    cast = {}  # tied weights stay one tensor
-    for weight in state.values():
-        cast[weight.data_ptr()] = weight.to(getattr(torch, dtype)) if weight.is_floating_point() else weight
+    floats = [weight for weight in state.values() if weight.is_floating_point()]
+    cast = {weight.data_ptr(): weight.to(getattr(torch, dtype)) for weight in floats}  # tied weights stay one tensor
 
-    model.save_pretrained(hidden, state_dict={name: cast[weight.data_ptr()] for name, weight in state.items()})
+    state = {name: cast.get(weight.data_ptr(), weight) for name, weight in state.items()}
+    model.save_pretrained(hidden, state_dict=state)
     tokenizer.save_pretrained(hidden)
     config = hidden / "config.json"
     if config.exists():  # an adapter has none. The config names the dtype of training, not that of the saved weights

@@ -59,6 +59,9 @@ EIGHT = [(12, 4, 55), (60,), (12, 33, 71, 80, 6, 19), (44, 2), (12, 4), (7, 7, 7
 SAMPLES = {k: [(P, EIGHT[:k]), (P + Q + P, EIGHT[-k:]), (R, EIGHT[:k])] for k in (1, 2, 8)}  # k completions per prompt
 
 
+parametrize = pytest.mark.parametrize
+
+
 def bad_input(words):
     """The block must raise a BadInput with these words."""
     return pytest.raises(refcache.BadInput, match=words)

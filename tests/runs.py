@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import GROUPS, build
+from models import GROUPS, build, parametrize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,8 +29,8 @@ SCRIPTS = {"dpo": dpo, "kto": kto, "rloo": rloo}
 FILES = {"dpo": "pairs", "kto": "feedback", "rloo": "prompts"}
 LORA = dict(lora_r=4, lora_alpha=32.0, lr=2e-2)  # a few steps change the model visibly
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-BOTH = pytest.mark.parametrize("script", ["dpo", "kto"])
-EACH = pytest.mark.parametrize("script", SCRIPTS)
+BOTH = parametrize("script", ["dpo", "kto"])
+EACH = parametrize("script", SCRIPTS)
 SPEED = {"seconds", "tokens_per_second", "memory_gb"}  # metrics of the machine
 REWARD = '''
 def letters(prompts, completions, **columns):

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from models import GROUPS, P, Q, bad_input, equal, flat, make, ready, slow
+from models import GROUPS, P, Q, bad_input, equal, flat, make, parametrize, ready, slow
 from runs import adapt, needs_peft
 
 import refcache
@@ -76,7 +76,7 @@ def test_prompt_of_several_groups_is_encoded_once_and_nothing_is_padded():
     assert sizes == [len(P) + 2 + len(Q) + 1]
 
 
-@pytest.mark.parametrize("name, budget, mean", [("llama", 24, 15), ("gemma2-softcaps", 50, 35)])
+@parametrize("name, budget, mean", [("llama", 24, 15), ("gemma2-softcaps", 50, 35)])
 def test_tokens_per_forward_bounds_a_pass(name, budget, mean):
     model = ready(name)
     sizes = forward_sizes(model)
@@ -124,7 +124,7 @@ def test_interrupted_pass_continues_where_another_job_has_scored_some(path):
     assert equal(continued, whole) and equal(loaded(path), whole)
 
 
-@pytest.mark.parametrize("seconds, scored", [(1, [1, 2, 3, 4, 5]), (15, [1, 4])])
+@parametrize("seconds, scored", [(1, [1, 2, 3, 4, 5]), (15, [1, 4])])
 def test_a_pass_saves_every_minute_and_at_most_a_tenth_of_its_time(path, monkeypatch, seconds, scored):
     """For a kill that leaves no time to save. A forward takes 61 s here, and a save `seconds`."""
     clock = SimpleNamespace(now=0, monotonic=lambda: clock.now)
@@ -144,7 +144,7 @@ def test_a_pass_saves_every_minute_and_at_most_a_tenth_of_its_time(path, monkeyp
     assert saved == [*scored, 5]  # and at the end
 
 
-@pytest.mark.parametrize("is_held", [False, True])
+@parametrize("is_held", [False, True])
 def test_a_lock_that_another_job_holds_is_told(path, monkeypatch, capsys, is_held):
     acquire = refcache.FileLock.acquire
     monkeypatch.setattr(refcache.FileLock, "acquire", lambda lock, timeout=None: acquire(lock, timeout and 0.05))
@@ -192,7 +192,7 @@ def test_a_pass_ends_with_the_numbers_of_the_job_that_saved_first(path):
     assert equal(mine, other) and equal(loaded(path), other)
 
 
-@pytest.mark.parametrize("name", HEADER)
+@parametrize("name", HEADER)
 def test_file_of_another_run_is_refused(path, whole, name):
     ReferenceCache(**HEADER | {name: "THEIRS"}).save(path)
     old = path.read_bytes()
@@ -218,7 +218,7 @@ def forged(prompt=b"1234", logps=b"\0" * 4, pickled=None, **header):
     return refcache.json.dumps(header).encode() + b"\n" + pickled
 
 
-@pytest.mark.parametrize("changes", [
+@parametrize("changes", [
     dict(logps=b"\0" * 8), dict(pickled=b"\x80\x04}}}s."),
     dict(prompt=b"123456"), dict(logps=b"\xff" * 4)],
     ids=["lengths differ", "a dict as a key", "half a prompt token", "NaN"])

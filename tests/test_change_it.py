@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from models import GROUPS, build
+from models import GROUPS, build, parametrize
 from runs import ROOT, arguments, load, without_speed
 from test_changes import apply
 
@@ -32,7 +32,7 @@ def test_statistic_over_the_whole_batch_in_any_micro_batches():
     assert seen[0] == pytest.approx(seen[1], abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["llama", "bloom"])  # the second cannot share prompts
+@parametrize("kind", ["llama", "bloom"])  # the second cannot share prompts
 def test_full_logits_of_completions(kind):
     model = load() if kind == "llama" else build("bloom", dict(vocab_size=120, hidden_size=32, n_layer=2, n_head=4))
     logits = [model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1] for prompt, ys in GROUPS for ids in ys]

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 import tyro
-from models import bad_input, gradient, logps, slow_but
+from models import bad_input, gradient, logps, parametrize, slow_but
 from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
 from slow_losses import (
     alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, rpo, weighted,
@@ -29,7 +29,7 @@ from refcache import log_ratios
 
 PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
-EACH_PATCH = pytest.mark.parametrize("name", PATCHES)
+EACH_PATCH = parametrize("name", PATCHES)
 SLOW = pytest.mark.slow
 MACHINERY = ["compile", "load_in_4bit", "vllm_rollouts"]  # these stack on all others
 SCRIPTS_OF = {name: [re.search(r"^--- (\w+)\.py$", patch, re.M)[1]] for name, patch in PATCHES.items()}
@@ -74,7 +74,7 @@ def run_patch(script, name, out):
     return out.read_text()
 
 
-@pytest.mark.parametrize("name", slow_but(MACHINERY, PATCHES))
+@parametrize("name", slow_but(MACHINERY, PATCHES))
 @pytest.mark.skipif(not shutil.which("patch") or not shutil.which("git"), reason="needs patch(1) and git")
 def test_patch_applies_to_each_of_its_scripts_and_the_machinery_stacks_on_it(name, tmp_path):
     """In the other order two patches give the same text, so no part went to a wrong place. git takes a patch, too."""
@@ -154,7 +154,7 @@ def test_compile_covers_norms_mlps_and_the_log_softmax(monkeypatch):
 
 
 @SLOW
-@pytest.mark.parametrize("name, flags", [
+@parametrize("name, flags", [
     ("humanline", dict(lora_r=4, gradient_checkpointing="on")), ("tis", {}), ("reward_model", {})])
 def test_compiled_runs_of_each_script_equal_others(monkeypatch, name, flags):
     monkeypatch.setattr(refcache, "log_softmax_at", refcache.log_softmax_at)  # as before, after the test
@@ -166,7 +166,7 @@ def test_compiled_runs_of_each_script_equal_others(monkeypatch, name, flags):
 
 
 @SLOW
-@pytest.mark.parametrize("name", ["load_in_4bit", "humanline+load_in_4bit", "grpo+load_in_4bit"])
+@parametrize("name", ["load_in_4bit", "humanline+load_in_4bit", "grpo+load_in_4bit"])
 def test_policy_and_reference_in_4_bits_are_equal_at_step_1(name):
     """Also when the saved adapter is loaded, its base is in 4 bits. The header of a cache says so."""
     bitsandbytes, _ = map(pytest.importorskip, ("bitsandbytes", "peft"))
@@ -178,7 +178,7 @@ def test_policy_and_reference_in_4_bits_are_equal_at_step_1(name):
     assert "grpo" in name or b" in NF4" in Path(args.out, "reference_logprobs.pkl").read_bytes()
 
 
-@pytest.mark.parametrize("processes, flags", [(1, {}), (2, dict(lora_r=4))])
+@parametrize("processes, flags", [(1, {}), (2, dict(lora_r=4))])
 def test_load_in_4bit_needs_an_adapter_and_one_process(monkeypatch, processes, flags):
     monkeypatch.setattr(changed("load_in_4bit"), "process_count", lambda: processes)
     with bad_input("adapter.* one process"):
@@ -187,7 +187,7 @@ def test_load_in_4bit_needs_an_adapter_and_one_process(monkeypatch, processes, f
 
 # --- Single answers
 
-@pytest.mark.parametrize("script, loss", [("kto", 0.5), ("dpo", log(2))])
+@parametrize("script, loss", [("kto", 0.5), ("dpo", log(2))])
 def test_humanline_clamps_log_ratios_and_copies_before_the_update(monkeypatch, script, loss):
     module, calls = changed("humanline", script), []
     sync, step = refcache.Swap.sync, torch.optim.AdamW.step
@@ -215,7 +215,7 @@ def add_columns(monkeypatch, name):
     monkeypatch.setattr(changed(name), "encode", with_columns)
 
 
-@pytest.mark.parametrize("name, formula, flags", [
+@parametrize("name, formula, flags", [
     ("orpo", orpo, {}), ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
     ("dpop", dpop, dict(model=tiny(1), ref_model=tiny())),  # else the sign of a ratio of 0 is rounding
     ("ld_dpo", weighted(lambda t, shorter: 1 if t < shorter else 0.5), {}),

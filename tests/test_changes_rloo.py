@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from models import logps, slow_but
+from models import logps, parametrize, slow_but
 from runs import ROOT, TOKENIZER, adapt, arguments, load, needs_peft, tiny
 from slow_losses import model_with_many_ends
 from slow_samples import FORMULAS, ppo, tokens_of
@@ -55,7 +55,7 @@ SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_p
              eval_size=0, beta=0.3, steps=2)
 
 
-@pytest.mark.parametrize("name", FORMULAS)
+@parametrize("name", FORMULAS)
 def test_loss_of_samples(monkeypatch, name):
     losses, _ = watch_samples(monkeypatch, name, FORMULAS[name])
     history, _ = run(name, model=model_with_many_ends(), **SIZES)
@@ -148,7 +148,7 @@ def gaps_of(history):
     return [line["sampling/sampling_logp_difference/max"] for line in history[1:]]
 
 
-@pytest.mark.parametrize("name, flags", [
+@parametrize("name, flags", [
     ("many ends", dict(temperature=0.7)), pytest.param("adapter with a whole head", {}, marks=needs_peft)])
 def test_vllm_samples_from_the_new_weights(fake_vllm, name, flags):
     """The learning rate is so high that samples of older weights would have other log-probs."""
@@ -171,7 +171,7 @@ def test_vllm_samples_are_a_function_of_seed_step_and_place(fake_vllm):
     assert samples[0] == samples[1] and len({*samples[0], *samples[2], *samples[3]}) == 18
 
 
-@pytest.mark.parametrize("name", slow_but({"grpo"}, ["grpo", "tis", "mini_batches", "value_baseline"]))
+@parametrize("name", slow_but({"grpo"}, ["grpo", "tis", "mini_batches", "value_baseline"]))
 def test_vllm_stacks_on_other_algorithms(fake_vllm, name):
     history, _ = run(f"{name}+vllm_rollouts", steps=2)
     assert max(gaps_of(history)) < 1e-4 and history[2]["kl"] != 0

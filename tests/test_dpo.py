@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import bad_input, build
+from models import bad_input, build, parametrize
 from runs import (  # noqa: F401
     BOTH, SCRIPTS, TINY, TOKENIZER, arguments, data, distance, load, read, run, same, tiny, weights_of, without_speed)
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -114,7 +114,7 @@ def test_never_two_models_in_memory(loaded):
     assert loaded == [(False, 1), (True, 1)]
 
 
-@pytest.mark.parametrize("flags", [dict(ref="none"), dict(loss=("simpo", "sft"), ref="swap", sync_reference=1)])
+@parametrize("flags", [dict(ref="none"), dict(loss=("simpo", "sft"), ref="swap", sync_reference=1)])
 def test_runs_without_a_reference(loaded, flags):
     args = arguments(steps=1, **flags)
     dpo.main(args)
@@ -245,17 +245,16 @@ def test_scores_get_the_columns_of_all_rows_and_none_is_left_out_of_the_mean(tmp
 
 @BOTH
 def test_score_is_tried_before_the_reference_pass(script, tmp_path, monkeypatch):
-    """On the answers of two rows that have all columns."""
-    rows = read(data(script)[0])
-    for row in rows[5:8]:
-        row["answer"] = "42"
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "score.py").write_text("def rate(answer, completions, **_):\n    raise KeyError(answer, completions)")
+    """On answers of two held-out rows, with the columns of all of them."""
+    *rows, last = read(data(script)[1])
+    held_out, function = tmp_path / "rows.jsonl", tmp_path / "score.py"
+    held_out.write_text("\n".join(map(json.dumps, [*rows, last | dict(answer="42")])))
+    function.write_text("def rate(answer, completions, **_):\n    raise KeyError(answer, completions)")
     monkeypatch.setattr(ReferenceCache, "fill", None)
     with pytest.raises(KeyError) as raised:
-        SCRIPTS[script].main(arguments(script, data=f"{tmp_path}/rows.jsonl", score=f"{tmp_path}/score.py:rate"))
+        SCRIPTS[script].main(arguments(script, eval_data=str(held_out), score=f"{function}:rate"))
     name = "chosen" if script == "dpo" else "completion"
-    assert raised.value.args == (["42", "42"], [row[name] for row in rows[6:8]])
+    assert raised.value.args == ([None, None], [row[name] for row in rows])
 
 
 def test_answers_that_differ_are_counted(tmp_path, monkeypatch):
@@ -273,7 +272,7 @@ def test_one_answer_for_each_whole_prompt(tmp_path):
 
 # --- What is refused
 
-@pytest.mark.parametrize("flags, needed", [
+@parametrize("flags, needed", [
     (dict(sync_reference=2), "--ref swap"), (dict(lora_target=("q",)), "--lora_r")])
 def test_flags_that_need_another_are_refused(flags, needed):
     with bad_input(needed):

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from models import bad_input, make
+from models import bad_input, make, parametrize
 from runs import tiny
 from torch import tensor
 
@@ -48,7 +48,7 @@ def formulas(w, l, c, r, n, m):
 
 LOSSES = list(formulas(*[1.0] * 6))
 preference_loss = changed("losses").preference_loss  # seven of them are in changes/losses.patch
-EACH_LOSS = pytest.mark.parametrize("name", LOSSES)
+EACH_LOSS = parametrize("name", LOSSES)
 
 
 def test_formulas_cover_every_loss_of_the_command_line():
@@ -84,7 +84,7 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
     assert loss.isfinite().all() and leaves.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("loss, eps", [("exo_pair", 0.0), ("robust", 0.5)])
+@parametrize("loss, eps", [("exo_pair", 0.0), ("robust", 0.5)])
 def test_undefined_loss_is_refused_before_reading_data(loss, eps):
     module = changed("losses")
     with bad_input("--label_smoothing"):
@@ -102,14 +102,14 @@ def test_metrics_by_hand():
         assert value.tolist() == pytest.approx(expected[name]), name
 
 
-@pytest.mark.parametrize("difference, accuracy", [(0.05, 1.0), (-0.05, 0.0), (1e-6, 0.5), (-1e-6, 0.5), (0.0, 0.5)])
+@parametrize("difference, accuracy", [(0.05, 1.0), (-0.05, 0.0), (1e-6, 0.5), (-1e-6, 0.5), (0.0, 0.5)])
 def test_ties_are_judged_on_log_ratios_whatever_beta_is(difference, accuracy):
     pairs = PAIRS._replace(ratio_w=tensor([difference] * 2), ratio_l=tensor([0.0, 0.0]))
     for beta in (1e-3, 10.0):
         assert metrics(pairs, Args(beta=beta))["rewards/accuracies"].tolist() == [accuracy] * 2
 
 
-@pytest.mark.parametrize("loss, margins, accuracies", [
+@parametrize("loss, margins, accuracies", [
     (("simpo",), [0.2 * (2.0 / 8 - 1.9 / 4), 0.2 * (2.0 / 10 - 1.9 / 20)], [0.0, 1.0]),
     (("simpo", "sft"), [0.02, 0.02], [1.0, 1.0]), (("ipo",), [0.02, 0.02], [1.0, 1.0])])
 def test_simpo_alone_has_rewards_per_token(loss, margins, accuracies):

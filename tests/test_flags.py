@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import bad_input, slow_but
+from models import bad_input, parametrize, slow_but
 from runs import EACH, SCRIPTS, arguments, load, needs_peft, read
 from safetensors.torch import load_file
 
@@ -27,10 +27,11 @@ def resolve(script, **flags):
 
 # --- Values
 
-@pytest.mark.parametrize("script, flag, value", [
+@parametrize("script, flag, value", [
     *((script, *bad) for script in SCRIPTS for bad in BAD.items()),
     ("dpo", "beta", 0.0), ("dpo", "label_smoothing", 0.5), ("dpo", "label_smoothing", math.nan), ("dpo", "loss", "ipo"),
     ("dpo", "loss", ("dpo",)), ("dpo", "loss", ()), ("dpo", "loss_weights", (1.0, 2.0)),
+    ("dpo", "max_new_tokens", 0), ("kto", "max_new_tokens", 0),
     ("kto", "beta", 0.0), ("kto", "loss", "sigmoid"), ("kto", "undesirable_weight", -1.0),
     ("rloo", "k", 1), ("rloo", "temperature", 0.0), ("rloo", "max_new_tokens", 0), ("rloo", "updates_per_rollout", 0)])
 def test_values_that_no_run_can_have_are_refused(script, flag, value):
@@ -74,7 +75,7 @@ def test_folder_without_out_goes_on_or_is_the_next(script, monkeypatch, tmp_path
         Path(folder, "model").mkdir()
 
 
-@pytest.mark.parametrize("gpu, flags, expected", [
+@parametrize("gpu, flags, expected", [
     (100, {}, "live"), (72, {}, "live"), (69, {}, "swap"), (100, dict(sync_reference=2), "swap"),
     (100, dict(ref="swap"), "swap"), (9, dict(ref="live"), "live"), (None, {}, "swap"),
     pytest.param(100, dict(lora_r=2), "swap", marks=needs_peft)])
@@ -102,19 +103,19 @@ def rate_one_by_one(**columns):
     yield from (0.5, None)
 
 
-@pytest.mark.parametrize("function", [rate_later, rate_one_by_one, lambda **columns: torch.tensor([0.5, math.nan])])
+@parametrize("function", [rate_later, rate_one_by_one, lambda **columns: torch.tensor([0.5, math.nan])])
 def test_numbers_may_come_from_a_coroutine_a_generator_or_a_tensor(function):
     assert call(function) == pytest.approx([0.5, math.nan], nan_ok=True)
 
 
-@pytest.mark.parametrize("value", [None, 0.5, ["good", "bad"], [1.0], [1.0, 2.0, 3.0], [[1.0], [2.0]]], ids=str)
+@parametrize("value", [None, 0.5, ["good", "bad"], [1.0], [1.0, 2.0, 3.0], [[1.0], [2.0]]], ids=str)
 def test_other_results_are_refused_in_one_sentence(value):
     with bad_input(r"mine.py:rate returned .*: expected a list of 2 numbers or None"):
         call(lambda **columns: value)
 
 
 def test_missing_argument_is_named_and_errors_keep_their_traceback():
-    with bad_input(r"mine.py:rate: .*'answer'.*: add \*\*columns"):
+    with bad_input(r"mine.py:rate: .*'answer'.*: it gets .*, add \*\*columns"):
         call(lambda prompts, completions: [1.0, 2.0], answer=["42", "43"])
 
     def rate(**columns):
@@ -144,7 +145,7 @@ def wandb(monkeypatch):
     return stand_in
 
 
-@pytest.mark.parametrize("script", slow_but(["dpo"], SCRIPTS))
+@parametrize("script", slow_but(["dpo"], SCRIPTS))
 def test_every_line_of_metrics_is_logged_and_a_resumed_run_goes_on(script, wandb, monkeypatch):
     module = SCRIPTS[script]
     module.main(arguments(script, steps=1, max_new_tokens=2))

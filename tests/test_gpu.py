@@ -3,7 +3,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import build, make
+from models import build, make, parametrize
 from runs import SCRIPTS, TIED, needs_peft, run, save  # noqa: F401
 from test_logprobs import GROUPS, ON_CUDA, SAMPLES, slow, values_and_gradients
 
@@ -22,15 +22,15 @@ def errors(name, groups, truth):
     return (logps - truth[0]).abs().mean(), (grad - truth[1]).norm() / truth[1].norm()
 
 
-@pytest.mark.parametrize("name", [*ON_CUDA, "gemma2-softcaps", "glm4-moe-buffer", "mamba"])
+@parametrize("name", [*ON_CUDA, "gemma2-softcaps", "glm4-moe-buffer", "mamba"])
 def test_float32_equals_the_cpu(name):
     truth = values_and_gradients(slow, make(name), GROUPS)
     for x, y in zip(values_and_gradients(completion_logprobs, make(name).cuda(), GROUPS), truth):
         assert (x.cpu() - y).abs().max() < 1e-4 * y.abs().max().clamp(min=1)
 
 
-@pytest.mark.parametrize("k", SAMPLES)
-@pytest.mark.parametrize("name", ON_CUDA)
+@parametrize("k", SAMPLES)
+@parametrize("name", ON_CUDA)
 def test_bfloat16_kernel_is_as_close_as_the_loop(name, k, monkeypatch):
     kernel = refcache.varlen_attn
     calls = []
@@ -58,16 +58,16 @@ def test_swap_through_pinned_memory_restores_every_bit():
     assert all(map(torch.equal, policy.parameters(), before))
 
 
-@pytest.mark.parametrize("lora", [{}, pytest.param(dict(lora_r=4), marks=needs_peft)])
-@pytest.mark.parametrize("script", SCRIPTS)
+@parametrize("lora", [{}, pytest.param(dict(lora_r=4), marks=needs_peft)])
+@parametrize("script", SCRIPTS)
 def test_tied_bfloat16_model_agrees_with_its_reference(script, lora, run):
     model = save(build("llama", TIED).bfloat16(), "tied-bfloat16")
     history = run(script, model=model, dtype="bfloat16", **lora).history
     assert history[1]["kl" if script == "rloo" else "logratio"] == 0
 
 
-@pytest.mark.parametrize("lora", [{}, pytest.param(dict(lora_r=4), marks=needs_peft)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # bfloat16: the policy is held by FSDP2
+@parametrize("lora", [{}, pytest.param(dict(lora_r=4), marks=needs_peft)])
+@parametrize("dtype", ["float32", "bfloat16"])  # bfloat16: the policy is held by FSDP2
 def test_rollouts_of_a_graph_are_those_without_it(dtype, lora, monkeypatch):
     args = rloo.Args(model=save(build("llama", TIED), "graph"), max_new_tokens=40, dtype=dtype, **lora)
     policy = rloo.load_model(args.model, "cuda", args, trains=True)

@@ -5,7 +5,7 @@ from math import exp
 
 import numpy as np
 import pytest
-from models import bad_input, logps, make
+from models import bad_input, logps, make, parametrize
 from runs import ROOT, arguments
 from torch import tensor
 
@@ -24,7 +24,7 @@ BATCH = Batch(logp=tensor([-9.0, -8.0]), ratio=tensor([1.5, -0.5]), is_desirable
               length=tensor([5.0, 4.0]))
 
 
-@pytest.mark.parametrize("name, losses, slopes", [
+@parametrize("name, losses, slopes", [
     ("kto", [1.2 * (1 - sg(0.22)), 0.9 * (1 - sg(0.18))], [-0.24 * sg(0.22) * sg(-0.22), 0.18 * sg(0.18) * sg(-0.18)]),
     ("apo_zero_unpaired", [1.2 * (1 - sg(0.3)), 0.9 * sg(-0.1)],
      [-0.24 * sg(0.3) * sg(-0.3), 0.18 * sg(0.1) * sg(-0.1)])])
@@ -57,7 +57,7 @@ def make_row(prompt, completion, is_desirable=True, other=()):
     return Row(prompt, completion, is_desirable, other, whole_prompt=prompt, columns={})
 
 
-@pytest.mark.parametrize("n_prompts", [2, 3, 40])
+@parametrize("n_prompts", [2, 3, 40])
 def test_others_answer_other_prompts(n_prompts):
     rows = [make_row((i % n_prompts,), (i, 99)) for i in range(40)]
     drawn = draw_others(rows, rows, Args())
@@ -116,7 +116,7 @@ def labelled(tmp_path, labels):
     return f"{tmp_path}/rows.jsonl"
 
 
-@pytest.mark.parametrize("desirable, undesirable, advice", [(3.0, 2.0, 0.85), (1.0, 0.26, None), (1.0, 0.0, 0.28)])
+@parametrize("desirable, undesirable, advice", [(3.0, 2.0, 0.85), (1.0, 0.26, None), (1.0, 0.0, 0.28)])
 def test_a_weight_that_balances_the_labels_is_advised(tmp_path, capsys, desirable, undesirable, advice):
     """Of 20 rows 5 are desirable: λ_D · 5 / (λ_U · 15) should lie between 1 and 4/3."""
     data = labelled(tmp_path, [True] * 5 + [False] * 15)
@@ -126,7 +126,7 @@ def test_a_weight_that_balances_the_labels_is_advised(tmp_path, capsys, desirabl
     assert f"--undesirable_weight {advice} would balance them" in printed if advice else "would bal" not in printed
 
 
-@pytest.mark.parametrize("labels", [[True] * 9, [False] * 9])
+@parametrize("labels", [[True] * 9, [False] * 9])
 def test_one_label_alone_is_refused(tmp_path, labels):
     with bad_input("same label"):
         kto.main(arguments("kto", data=labelled(tmp_path, labels)))

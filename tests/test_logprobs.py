@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import (
-    GROUPS, MODELS, ON_CUDA, P, SAMPLES, SMALL, bad_input, build, flat, make, ready, slow, slow_but,
+    GROUPS, MODELS, ON_CUDA, P, SAMPLES, SMALL, bad_input, build, flat, make, parametrize, ready, slow, slow_but,
     values_and_gradients)
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -46,7 +46,7 @@ def use_attention(monkeypatch, function):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, attention)
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK, MODELS))
+@parametrize("name", slow_but(QUICK, MODELS))
 def test_shared_rows_equal_one_forward_per_sequence(name):
     model = ready(name)
     truth = values_and_gradients(slow, make(name, attention="eager"), GROUPS)
@@ -54,7 +54,7 @@ def test_shared_rows_equal_one_forward_per_sequence(name):
     assert has_shared_prompts(model) == MODELS[name][2]
 
 
-@pytest.mark.parametrize("name", ["phi-head-bias", "gemma3-softcap"])
+@parametrize("name", ["phi-head-bias", "gemma3-softcap", "bert-layers-before-the-head"])
 def test_size_of_the_head_chunks_changes_memory_only(name, monkeypatch):
     set_chunks(monkeypatch, 5)
     assert_exact(make(name), temperature=0.6)  # which divides the logits
@@ -73,7 +73,7 @@ def test_bfloat16_head_gradient_is_as_exact_in_64_chunks(monkeypatch):
     assert errors[1] < 1.1 * errors[0]
 
 
-@pytest.mark.parametrize("name, place", [
+@parametrize("name, place", [
     ("llama", "target_modules"), ("gemma2-softcaps", "target_modules"), ("llama", "modules_to_save")])
 def test_adapters_of_the_head_are_exact(name, place):
     peft = pytest.importorskip("peft")
@@ -88,7 +88,7 @@ def test_adapters_of_the_head_are_exact(name, place):
     assert refcache.unwrap_model(model) is model.get_base_model()
 
 
-@pytest.mark.parametrize("name, at_once, rows", [("llama", 28, [28]), ("gemma2-softcaps", 27, [27, 1])])
+@parametrize("name, at_once, rows", [("llama", 28, [28]), ("gemma2-softcaps", 27, [27, 1])])
 def test_head_sees_completion_tokens_in_chunks(name, at_once, rows, monkeypatch):
     model = ready(name)
     seen, widths = [], []
@@ -136,7 +136,7 @@ class Kernel:
         return torch.cat(outputs).to(query.dtype)
 
 
-@pytest.mark.parametrize("name, k", [*product(ON_CUDA, [2]), ("mistral-window-5", 1), ("llama", 8)])
+@parametrize("name, k", [*product(ON_CUDA, [2]), ("mistral-window-5", 1), ("llama", 8)])
 def test_kernel_path_equals_one_forward_per_sequence(name, k, monkeypatch):
     kernel = Kernel(monkeypatch)
     model = make(name)
@@ -147,13 +147,13 @@ def test_kernel_path_equals_one_forward_per_sequence(name, k, monkeypatch):
     assert kernel.calls == model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("dtype, extra", [(torch.float32, -1), (torch.float32, 1), (torch.bfloat16, 3)])
+@parametrize("dtype, extra", [(torch.float32, -1), (torch.float32, 1), (torch.bfloat16, 3)])
 def test_kernel_with_a_wrong_window_is_not_trusted_in_the_dtype_of_the_weights(dtype, extra, monkeypatch):
     Kernel(monkeypatch, dtype, extra)
     assert not enable_shared_prompts(make("mistral-window-5").to(dtype))
 
 
-@pytest.mark.parametrize("serves, changes", [
+@parametrize("serves, changes", [
     (True, {}), (True, dict(dtype=torch.float16)), (False, dict(is_cuda=False)), (False, dict(dtype=torch.float32)),
     (False, dict(shape=[264])), (False, dict(shape=[20])), (False, dict(capability=(7, 5)))])
 def test_kernel_serves_what_flash_attention_can(serves, changes, monkeypatch):
@@ -177,7 +177,7 @@ def test_model_blind_to_spans_gets_padded_rows():
     assert not enable_shared_prompts(model)
 
 
-@pytest.mark.parametrize("keyword", ["softcap", "s_aux", "position_bias"])
+@parametrize("keyword", ["softcap", "s_aux", "position_bias"])
 def test_other_scores_get_padded_rows(monkeypatch, capsys, keyword):
     use_attention(monkeypatch, lambda shared, *args, **kwargs: shared(*args, **kwargs, **{keyword: torch.ones(1)}))
     assert not enable_shared_prompts(make("llama"))
@@ -220,7 +220,7 @@ def test_bidirectional_model_is_refused():
         enable_shared_prompts(model)
 
 
-@pytest.mark.parametrize("prompt, completions, words", [
+@parametrize("prompt, completions, words", [
     ((), [(5,)], "without tokens"), (P, [()], "without tokens"), (P, [], "without tokens"),
     ((5, 97), [(5,)], "97 embeddings"), (P, [(5,), (97,)], "97 embeddings"),
     (P * 36, [(5,) * 4, (5,) * 5], "257 tokens")])
@@ -232,7 +232,7 @@ def test_group_outside_the_model_is_refused(prompt, completions, words):
 ROPE = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
 
 
-@pytest.mark.parametrize("model_type, config, length", [
+@parametrize("model_type, config, length", [
     ("llama", dict(SMALL, rope_parameters=ROPE), 64),
     ("deepseek_v32", dict(index_topk=70), 70), ("doge", dict(keep_window_size=70), 70),
     ("mamba", {}, float("inf"))])

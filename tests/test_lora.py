@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import GROUPS, bad_input, build, equal
+from models import GROUPS, bad_input, build, equal, parametrize
 from runs import (  # noqa: F401
     LORA, TIED, TOKENIZER, adapt, arguments, distance, load, run, same, save, tiny, weights_of)
 from safetensors.torch import load_file, save_file
@@ -16,7 +16,7 @@ import dpo
 from refcache import Swap, completion_logprobs, full_tensor
 
 peft = pytest.importorskip("peft")
-KINDS = pytest.mark.parametrize("config", [
+KINDS = parametrize("config", [
     {}, dict(modules_to_save=["lm_head"]), dict(modules_to_save=["embed_tokens"]), dict(bias="all"),
     dict(use_dora=True), dict(trainable_token_indices={"embed_tokens": [9, 12]})], ids=str)
 
@@ -31,7 +31,7 @@ def difference(one, two):
     return (one(ids).logits - two(ids).logits).abs().max().item()
 
 
-@pytest.mark.parametrize("ref, checkpointing", [("cache", "on"), ("swap", "off"), ("live", "on")])
+@parametrize("ref, checkpointing", [("cache", "on"), ("swap", "off"), ("live", "on")])
 def test_sft_adapter_is_the_reference_without_dropout(run, ref, checkpointing):
     folder = adapt("dropping", lora_dropout=0.5)
     assert not list(Path(folder).glob("tokenizer*"))
@@ -70,7 +70,7 @@ def test_a_saved_adapter_finds_its_base_from_any_folder(run, monkeypatch):
         assert found.is_absolute() and found.samefile(tiny())
 
 
-@pytest.mark.parametrize("flags, r, alpha, modules", [
+@parametrize("flags, r, alpha, modules", [
     (dict(lora_r=4), 4, 8, 7), (dict(lora_r=2, lora_alpha=3.0, lora_target=("q_proj", "v_proj")), 2, 3, 2)])
 def test_rank_alpha_and_target_are_those_of_the_flags(flags, r, alpha, modules):
     config = load(trains=True, **flags).peft_config["default"]
@@ -87,7 +87,7 @@ def test_a_new_adapter_depends_on_the_seed_only(run):
     assert distance(run(**flags, seed=1), one) > 1e-3
 
 
-@pytest.mark.parametrize("checkpointing, times", [("on", 2), ("off", 1)])
+@parametrize("checkpointing, times", [("on", 2), ("off", 1)])
 def test_gradient_checkpointing_computes_a_layer_twice(checkpointing, times):
     policy = load(trains=True, gradient_checkpointing=checkpointing)
     forwards = []
@@ -138,7 +138,7 @@ def test_adapter_on_an_adapter_is_refused():
         dpo.main(arguments(model=adapt("sft"), lora_r=4))
 
 
-@pytest.mark.parametrize("config", [
+@parametrize("config", [
     dict(peft_type="PREFIX_TUNING", num_virtual_tokens=4),
     dict(peft_type="ADAPTION_PROMPT", adapter_len=4, adapter_layers=1),
     dict(peft_type="LORA", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 9])], ids=str)

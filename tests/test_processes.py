@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from models import GROUPS, bad_input, equal, flat, make
+from models import GROUPS, bad_input, equal, flat, make, parametrize
 from runs import SCRIPTS, TOKENIZER, arguments, needs_peft, tiny, weights_of, without_speed
 
 import dpo
@@ -133,7 +133,7 @@ def assert_same(one, several):
         assert torch.allclose(weights, several[1][name], atol=1e-5), name
 
 
-@pytest.mark.parametrize("name", slow_but("dpo-one-row", "kto-one-row", "rloo"))
+@parametrize("name", slow_but("dpo-one-row", "kto-one-row", "rloo"))
 def test_two_processes_give_the_run_of_one(name):
     if name == "dpo-bfloat16":
         pytest.skip("see the next test")
@@ -182,7 +182,7 @@ def logps_and_gradients(name):
     return flat([found[i] for i in sorted(found)]), torch.cat(gradients)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", *(
+@parametrize("name", ["llama-tied", *(
     pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "glm4-moe-buffer", "gemma2-softcaps", "mamba"))])
 def test_split_models_equal_whole_ones(name):
     logps, gradients = logps_and_gradients(name)
@@ -231,8 +231,8 @@ def run_until(step, main, args):
         return step
 
 
-@pytest.mark.parametrize("processes", [(2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", slow_but("dpo-sync"))
+@parametrize("processes", [(2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
+@parametrize("name", slow_but("dpo-sync"))
 def test_runs_resume_with_any_number_of_processes(name, processes):
     script, args = flags_of(name, save_every=1)
     main = SCRIPTS[script].main
@@ -252,7 +252,7 @@ def run_its_own(main, *args_of_ranks):
     return main(args_of_ranks[int(os.environ["RANK"])])
 
 
-@pytest.mark.parametrize("differs", ["model", "out"])
+@parametrize("differs", ["model", "out"])
 def test_processes_of_different_runs_are_refused(differs, tmp_path):
     """As with another file on the disk of a second computer: what they train would be nothing of both."""
     args = flags_of("rloo", out=f"{tmp_path}/out")[1]
@@ -292,7 +292,7 @@ def test_memory_of_a_step_is_that_of_the_fullest_process(monkeypatch):
     assert memory == (100, 5, 70, 64 / 2 + 2 * 2 * 32 * 64, 1000) and memory.used == 0.175
 
 
-@pytest.mark.parametrize("environment, device, backend", [
+@parametrize("environment, device, backend", [
     ({}, "cuda:0", []), (dict(RANK="7", LOCAL_RANK="3"), "cuda:3", [("cpu:gloo,cuda:nccl", "cuda:3")])])
 def test_each_process_chooses_its_gpu(monkeypatch, environment, device, backend):
     """A single one, too: else a mesh of one process warns. The weights of a Swap, on the CPU, need gloo."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import tyro
-from models import build
+from models import build, parametrize
 from runs import FOLDER, ROOT, SCRIPTS, TINY, TOKENIZER, read
 from test_changes import changed
 from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -71,7 +71,7 @@ def test_each_of_nine_recipes_is_parsed_by_its_script():
     assert {script_and_flags(recipe)[1].model for recipe in RECIPES} == set(MODELS)
 
 
-@pytest.mark.parametrize("recipe", [
+@parametrize("recipe", [
     pytest.param(recipe, marks=[pytest.mark.slow] * (not QUICK.search(recipe)), id=recipe.split()[-1])
     for recipe in RECIPES])
 def test_recipe_runs_with_its_own_flags(recipe, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from models import GROUPS, MODELS, ROUNDING, bad_input, build, flat, logps, slow_but
+from models import GROUPS, MODELS, ROUNDING, bad_input, build, flat, logps, parametrize, slow_but
 from runs import (  # noqa: F401
     EACH, LORA, SCRIPTS, TIED, TOKENIZER, adapt, load, logprobs, needs_peft, run, same, save, tiny)
 from torch.distributed.tensor import DTensor
@@ -20,7 +20,7 @@ from refcache import (
     ReferenceCache, Swap, completion_logprobs, count_tokens, log_ratios, reference_logprobs)
 
 
-@pytest.mark.parametrize("script, metric", [
+@parametrize("script, metric", [
     ("dpo", "eval_rewards/margins"), ("kto", "eval_rewards/margins"), ("rloo", "kl")])
 def test_cached_swapped_and_live_runs_are_equal(run, script, metric):
     swapped = run(script, ref="swap")
@@ -31,7 +31,7 @@ def test_cached_swapped_and_live_runs_are_equal(run, script, metric):
         assert (other.out / "reference_logprobs.pkl").exists() == (ref == "cache")
 
 
-@pytest.mark.parametrize("script, flags, metrics", [
+@parametrize("script, flags, metrics", [
     ("dpo", {}, dict(eval_logratio=0, eval_loss=math.log(2))), ("kto", dict(ref="swap"), dict(eval_loss=0.5)),
     ("rloo", {}, {}), pytest.param("dpo", dict(ref="swap", **LORA), dict(eval_loss=math.log(2)), marks=needs_peft)])
 def test_tied_bfloat16_checkpoint_is_its_own_reference(run, script, flags, metrics):
@@ -45,7 +45,7 @@ FAMILIES = {name: case[:2] for name, case in (MODELS | ROUNDING).items()}
 del FAMILIES["bert-layers-before-the-head"]  # FSDP2 refuses how it ties weights
 
 
-@pytest.mark.parametrize("name", slow_but({"olmo2", "ernie-moe-float32-router"}, FAMILIES))
+@parametrize("name", slow_but({"olmo2", "ernie-moe-float32-router"}, FAMILIES))
 def test_bfloat16_policy_rounds_like_its_reference(name):
     """So the loss of step 0 is ln 2, wherever the reference is. The checkpoint is float32."""
     groups = [(prompt, sorted(completions, key=len, reverse=True)) for prompt, completions in GROUPS]
@@ -149,7 +149,7 @@ OTHER = dict(ref_model=tiny(1), lr=1e-3, seed=3)  # z is positive
 MOVING = dict(ref="swap", sync_reference=2, sync_mix=0.6)
 
 
-@pytest.mark.parametrize("script, changes", [
+@parametrize("script, changes", [
     ("dpo", dict(weight_decay=2.0)), ("kto", dict(desirable_weight=1.3, undesirable_weight=0.7, **OTHER)),
     ("dpo", MOVING), ("kto", MOVING), pytest.param("dpo", MOVING | LORA, marks=needs_peft)])
 def test_run_equals_a_slow_loop(run, script, changes):

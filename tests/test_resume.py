@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import bad_input, build
+from models import bad_input, build, parametrize
 from runs import EACH, FOLDER, SCRIPTS, TIED, arguments, data, needs_peft, read, save, tiny, without_speed
 from safetensors.torch import load_file
 from tqdm import tqdm
@@ -130,7 +130,7 @@ def run_until(die_at, name, out, **changes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dpo", "dpo-bfloat16", "kto", "rloo"])
+@parametrize("name", ["dpo", "dpo-bfloat16", "kto", "rloo"])
 def test_resume_after_random_kills_is_bitwise_equal(name, tmp_path):
     rng = random.Random(name)
     for _ in range(2):
@@ -138,7 +138,7 @@ def test_resume_after_random_kills_is_bitwise_equal(name, tmp_path):
     assert_same_as_whole(name, tmp_path)
 
 
-@pytest.mark.parametrize("name, die_at", [
+@parametrize("name, die_at", [
     ("dpo", "rmtree 3"), pytest.param("dpo-lora", "fsync 4", marks=[needs_peft, pytest.mark.slow]),
     *(pytest.param("dpo", f"replace {name}", marks=pytest.mark.slow) for name in ("run.json", "model"))])
 def test_resume_after_kill_while_files_change_is_bitwise_equal(name, die_at, tmp_path):
@@ -174,7 +174,7 @@ def test_checkpoints_come_every_save_every_steps_and_at_the_end(script, monkeypa
     assert steps == [2, 3]
 
 
-@pytest.mark.parametrize("name", ["dpo", pytest.param("dpo-lora", marks=needs_peft)])
+@parametrize("name", ["dpo", pytest.param("dpo-lora", marks=needs_peft)])
 def test_checkpoint_holds_each_changing_tensor_once(name):
     (folder,) = killed(name).glob("resume-*")
     assert folder.name == f"resume-{STEPS - 1}"
@@ -192,7 +192,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
 
 
-@pytest.mark.parametrize("name", ["samples.jsonl", "metrics.jsonl", "args.json"])
+@parametrize("name", ["samples.jsonl", "metrics.jsonl", "args.json"])
 def test_files_of_another_program_are_refused_and_stay(name, tmp_path):
     (tmp_path / name).write_text('{"prompt": "The tea"}\n')
     before = contents(tmp_path)
@@ -214,7 +214,7 @@ def test_only_checkpoints_of_the_run_are_removed_at_its_end(tmp_path):
     assert not (out / ".model").exists() and not (out / "model/half of the weights").exists()
 
 
-@pytest.mark.parametrize("damage", ["no shard", "short shard", "short log"])
+@parametrize("damage", ["no shard", "short shard", "short log"])
 def test_checkpoint_or_log_that_lost_bytes_is_refused_before_training(damage, tmp_path):
     out = copy_of("dpo", tmp_path)
     path = out / "samples.jsonl" if damage == "short log" else min(newest(out).glob("*.safetensors"))
@@ -263,7 +263,7 @@ def test_every_other_flag_is_part_of_a_run(script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kto", "rloo"])
+@parametrize("name", ["kto", "rloo"])
 def test_resume_refuses_other_rows_weights_and_functions(name, tmp_path):
     files = [Path(shutil.copy(file, tmp_path)) for file in data(RUNS[name][0])]
     models = [shutil.copytree(tiny(), tmp_path / flag) for flag in ("model", "ref_model")]

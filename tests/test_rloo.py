@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import SMALL, bad_input, logps
+from models import SMALL, bad_input, logps, parametrize
 from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, read, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
 from torch import tensor
@@ -118,6 +118,7 @@ def test_columns_come_once_per_sample_and_functions_may_change_them():
         seen.append(deepcopy(columns))
         columns["prompts"][0][0]["content"] = "changed"
         columns["thing"][0].append("changed")
+        assert columns["prompts"][1] == x and columns["thing"][1] == [1], "samples of a prompt share nothing"
         return [0.0] * 4
 
     x, z = chat("a"), chat("b")
@@ -137,7 +138,7 @@ def test_constant_rewards_change_nothing(rolled):
     assert distance(still, SimpleNamespace(weights=weights_of(MODEL))) == 0
 
 
-@pytest.mark.parametrize("changes, words", [
+@parametrize("changes, words", [
     (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "longer than 0 tokens"),
     (dict(reward=(f"{FILE}:infinite",)), "rewards are infinite, or all None"),
     (dict(reward=(f"{FILE}:silent",)), "rewards are infinite, or all None"),
@@ -162,7 +163,7 @@ def classifier(path, config=None, **changes):
     return str(path)
 
 
-@pytest.mark.parametrize("changes", [dict(pad_token_id=0), dict(pad_token_id=None), dict(config=IMAGES)])
+@parametrize("changes", [dict(pad_token_id=0), dict(pad_token_id=None), dict(config=IMAGES)])
 def test_reward_model_equals_one_forward_per_text(tmp_path, changes):
     path = classifier(tmp_path, **changes)
     prompts = [chat(f"How was the soup? {n}") for n in range(6)]
@@ -217,7 +218,7 @@ def sums(model, groups, temperature):
     return torch.stack([y.sum() for y in rows]).view(len(groups), -1)
 
 
-@pytest.mark.parametrize("changes", [
+@parametrize("changes", [
     dict(updates_per_rollout=2, temperature=0.8, mask_truncated=True) | DEMO, dict()], ids=str)
 def test_training_equals_a_slow_loop(rolled, changes):
     one = rolled(**changes)

@@ -9,7 +9,7 @@ from torch import tensor
 
 import refcache
 import rloo
-from models import MODELS, SMALL, bad_input, build, ready, slow_but
+from models import MODELS, SMALL, bad_input, build, parametrize, ready, slow_but
 from refcache import enable_shared_prompts, has_shared_prompts
 from rloo import draw, generator, rollout
 
@@ -60,7 +60,7 @@ def check_tokens(model, samples, args):
     assert not samples.logps[~samples.mask].any()
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK, [*MODELS, *CACHES]))
+@parametrize("name", slow_but(QUICK, [*MODELS, *CACHES]))
 def test_uniform_numbers_pick_tokens_of_the_model(name):
     model = model_of(name)
     args = flags()
@@ -68,7 +68,7 @@ def test_uniform_numbers_pick_tokens_of_the_model(name):
     rloo.check_sampler(model, TOKENIZER, args)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3-window-6"])
+@parametrize("name", ["llama", "gemma3-window-6"])
 def test_long_samples_are_exact(name, monkeypatch):
     model = model_of(name)
     model.generation_config.eos_token_id = None
@@ -86,7 +86,7 @@ def test_tokens_of_probability_0_are_never_drawn():
     assert torch.allclose(entropy, torch.special.entr(probs).sum())
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba"])
+@parametrize("name", ["llama", "mamba"])
 def test_samples_do_not_depend_on_the_batch(name):
     model = model_of(name)
     args = flags(max_new_tokens=6)
@@ -98,7 +98,7 @@ def test_samples_do_not_depend_on_the_batch(name):
     assert all(len(set(ys)) == 4 for _, ys in first)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "mistral-window-5", "mamba"])
+@parametrize("name", ["gpt2", "mistral-window-5", "mamba"])
 def test_rows_that_leave_early_change_no_other_row(name, monkeypatch):
     """With 11 stop tokens the rows leave at every length."""
     model = model_of(name)
@@ -130,7 +130,7 @@ def test_rollout_tokens_bounds_every_batch(monkeypatch):
     assert max(places) <= 300 and len(places) < 16
 
 
-@pytest.mark.parametrize("flags", [dict(steps=0), dict(steps=2), dict(steps=2, dtype="bfloat16")], ids=str)
+@parametrize("flags", [dict(steps=0), dict(steps=2), dict(steps=2, dtype="bfloat16")], ids=str)
 def test_wrong_sampler_ends_a_run(monkeypatch, flags):
     factor = 1.5 if "dtype" in flags else 1.02
     monkeypatch.setattr(rloo, "draw", lambda logits, *rest: draw(logits * factor, *rest))
@@ -169,7 +169,7 @@ def record_with_fixed_addresses(core, step):
     return repeat
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mistral-window-5", "gemma3-window-6"])
+@parametrize("name", ["llama", "gpt2", "mistral-window-5", "gemma3-window-6"])
 def test_recorded_steps_stay_at_their_addresses(name, monkeypatch):
     """A CUDA graph would read and write the old ones. The tokens are those of the way of a CPU."""
     model = ready(name)

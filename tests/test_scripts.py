@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
-from models import logps
+from models import logps, parametrize
 from runs import EACH, ROOT, SCRIPTS, arguments
 
 import refcache
@@ -90,8 +90,8 @@ def test_help_explains_every_flag_and_shows_paragraphs(script, capsys):
         assert any(line.startswith(f"--{name}") for line in lines)
 
 
-@pytest.mark.parametrize("script, flag, name", [
-    *((script, "data", "folder/no.jsonl") for script in SCRIPTS), ("dpo", "out", "file"), ("dpo", "out", "file/below"),
+@parametrize("script, flag, name", [
+    *((script, "data", "folder/no.jsonl") for script in SCRIPTS), ("dpo", "out", "file"),
     ("dpo", "data", "folder"), ("dpo", "score", "no.py:rate"), ("dpo", "ref_cache", "file/cache.pkl"),
     ("dpo", "model", "folder"), ("dpo", "model", "folder/no_model")])
 def test_wrong_file_or_folder_is_named_in_one_sentence(script, flag, name, tmp_path, capsys, monkeypatch):
@@ -105,7 +105,7 @@ def test_wrong_file_or_folder_is_named_in_one_sentence(script, flag, name, tmp_p
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("error, sentence", [
+@parametrize("error, sentence", [
     (KeyboardInterrupt(), "dpo.py: stopped, the same command resumes$"),
     (torch.OutOfMemoryError("CUDA out of memory"), "dpo.py: CUDA out of memory.*--tokens_per_forward")])
 def test_interrupt_and_full_gpu_are_one_sentence(capsys, monkeypatch, error, sentence):
@@ -159,7 +159,7 @@ def commands():
     return sorted({(match[1], match[2].partition("  #")[0].strip()) for match in found if match})
 
 
-@pytest.mark.parametrize("script, flags", commands())
+@parametrize("script, flags", commands())
 def test_every_command_parses(script, flags):
     tyro.cli(SCRIPTS[script].Args, args=shlex.split(flags.replace("--model ...", "")), use_underscores=True)
 
@@ -179,7 +179,7 @@ def test_the_python_code_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert "tensor(" in capsys.readouterr().out and (tmp_path / "cache.pkl").exists()
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/change_it.md", "benchmarks/README.md"])
+@parametrize("page", ["README.md", "docs/change_it.md", "benchmarks/README.md"])
 def test_every_file_that_a_page_names_exists(page):
     text = (ROOT / page).read_text()
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r'src="([^"]+)"', text)

@@ -6,7 +6,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 import torch
-from models import bad_input, equal, make
+from models import bad_input, equal, make, parametrize
 from torch import tensor
 from torch.distributed.tensor import DTensor
 
@@ -16,8 +16,8 @@ from refcache import Swap, check_agreement, log_ratios, shard, unsharded
 IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "glm4-moe-buffer"])
-@pytest.mark.parametrize("raises", [False, True])
+@parametrize("name", ["llama", "llama-tied", "gpt2", "glm4-moe-buffer"])
+@parametrize("raises", [False, True])
 def test_swap_is_bitwise_equal_in_and_out_also_of_frozen_weights(name, raises):
     policy = make(name, 1)
     reference = make(name, 2)
@@ -33,7 +33,7 @@ def test_swap_is_bitwise_equal_in_and_out_also_of_frozen_weights(name, raises):
     assert equal(policy.state_dict(), before)
 
 
-@pytest.mark.parametrize("other, changes", [("llama-tied", {}), ("qwen3", {}), ("llama", dict(rms_norm_eps=1e-3))])
+@parametrize("other, changes", [("llama-tied", {}), ("qwen3", {}), ("llama", dict(rms_norm_eps=1e-3))])
 def test_reference_that_is_built_differently_is_refused(other, changes):
     for models in permutations([make("llama"), make(other, **changes)]):
         with bad_input("policy in"):
@@ -66,7 +66,7 @@ def test_unsharded_model_has_no_hooks_and_the_same_logits():
 KNOWN = {((5, 9), (60, 12, 7)): np.float32([-1.5, -4.0, 0.0]), ((5, 9), (8,)): np.float32([-0.5])}
 
 
-@pytest.mark.parametrize("known, clamp, ratios, gradient", [
+@parametrize("known, clamp, ratios, gradient", [
     (KNOWN, None, [0.5, 2.0, -3.0, -0.25], [1, 1, 1]), (KNOWN, (-1.0, 1.5), [0.5, 1.5, -1.0, -0.25], [1, 0, 0]),
     (None, None, [-1.0, -2.0, -3.0, -0.75], [1, 1, 1])])
 def test_log_ratios_by_hand(known, clamp, ratios, gradient):
@@ -77,7 +77,7 @@ def test_log_ratios_by_hand(known, clamp, ratios, gradient):
     assert logps.grad.tolist() == gradient
 
 
-@pytest.mark.parametrize("dtype, ranks, difference, agrees", [
+@parametrize("dtype, ranks, difference, agrees", [
     ("float32", 1, 5e-5, True), ("float32", 1, 2e-4, False), ("float32", 1, float("nan"), False),
     ("bfloat16", 1, 2e-3, True), ("bfloat16", 1, 2e-2, False),
     ("bfloat16", 2, 1e-2, True), ("bfloat16", 2, 0.1, False)])
