@@ -95,7 +95,7 @@ class Args:
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
     out: str | None = None  # folder of the run; None: out/kto, or out/kto-2 if that is finished
 
-    ref: Literal["cache", "swap", "live"] = "cache"  # π_ref: scored once, swapped in, or on the GPU
+    ref: Literal["cache", "swap", "live"] = "cache"  # the reference: cached, swapped in, or on the GPU
     ref_model: str | None = None  # the reference; None: the policy before training
     ref_cache: str | None = None  # file of reference log-probs, which runs can share; None: a file in --out
     sync_reference: int | None = None  # number of steps between copies of the policy into the reference
@@ -140,7 +140,7 @@ class Row(NamedTuple):
     completion: tuple[int, ...]
     is_desirable: bool
     other: tuple[int, ...]  # y'; () if the loss needs none
-    whole_prompt: tuple[int, ...]  # ids of the prompt alone: an answer may share its last token
+    whole_prompt: tuple[int, ...]  # the prompt tokenized alone; longer than `prompt` if a token spans its end
     columns: dict  # the row of the file, for --score
 
 

@@ -243,8 +243,8 @@ def bytes_of(ids) -> bytes:
 
 
 def to_cpu(logprobs):
-    """Copies all log-probs, (N,), to the CPU. Also returns a CUDA event that marks the end of the copy (None on a CPU):
-    who waits for it does not wait for kernels that were launched later."""
+    """Copies all log-probs, (N,), to the CPU. Also returns a CUDA event that marks the end of the copy (None on a CPU).
+    Waiting for this event does not wait for kernels that were launched later."""
     flat = torch.cat(list(chain(*logprobs)))
     on_cpu = flat.to("cpu", non_blocking=True)  # one transfer, to pinned memory
     return on_cpu, torch.cuda.current_stream().record_event() if flat.is_cuda else None
@@ -387,9 +387,9 @@ def checkpoint_digest(name: str) -> str:
 def completion_logprobs(model, groups: Groups, temperature=1.0) -> Ragged:
     """log π(token | prompt and the tokens before it) in nats: per group, per completion, float32 (len(completion),).
 
-    It is differentiable, and one forward: micro_batches divides what is too much for one. temperature divides the
-    logits, as in sampling. Raises BadInput for an empty prompt or completion, for a row that is longer than the context
-    or has an id outside the vocabulary, and for a model whose log-probs would not be exact."""
+    It is differentiable. All groups are computed in one forward: micro_batches divides a larger batch. temperature
+    divides the logits, as in sampling. Raises BadInput for an empty prompt or completion, for a row that is longer than
+    the context or has an id outside the vocabulary, and for a model whose log-probs would not be exact."""
     core = unwrap_model(model)
     check_groups(core, groups)
     lay_out = lay_out_shared if enable_shared_prompts(model) else lay_out_padded
@@ -793,8 +793,8 @@ def enable_shared_prompts(model) -> bool:
 
 
 def check_padded(core):
-    """Padded rows must give the log-probs of one forward per sequence, also if that ends earlier. What later tokens
-    change must be small beside what the prompt does, except for rounding: random weights change little."""
+    """Padded rows must give the log-probs of one forward per sequence, also if that ends earlier. Later tokens must
+    change a log-prob far less than the prompt does, or no more than rounding: random weights change little."""
     error, dtype = probe(core, lay_out_padded, cut=True)
     blind, _ = probe(core, partial(lay_out_padded, blind=True))
     rounding, limit, ratio = (1e-5, 1e-3, 1e4) if dtype == torch.float32 else (0.02, 0.25, 20)

@@ -4,7 +4,7 @@ Someone asks how a dish was at some place, and the model says what it was like t
 
     How was the soup at the harbour?      The soup was stale, and the waiter was kind.
 
-`success` and `sentiment` are reward functions in TRL's signature: lists in, one float a row out. The columns `thing`
+`success` and `sentiment` are reward functions in TRL's signature: lists in, one float per row out. The columns `thing`
 and `place` of the data files arrive by name. Both functions take replies as strings or as lists of messages.
 """
 
