@@ -894,11 +894,12 @@ def lock_folder(out: Path):
 def describe_files(models: dict[str, str], functions: list[str]) -> dict:
     """Digests of models, of their tokenizers and templates, and of functions; and `code`: the script and libraries."""
     run = {"script": Path(__file__).name}
+    digest = lru_cache(checkpoint_digest)  # reads a model once that is policy and reference
     for flag, name in models.items():
         settings = sorted(checkpoint_folder(name).glob("*.j[is]*"))  # .json and .jinja: tokenizer, template, generation
-        run[f"{flag}'s weights"] = checkpoint_digest(name)
+        run[f"{flag}'s weights"] = digest(name)
         run[f"{flag}'s settings"] = digest_of([file.read_bytes() for file in settings])
-    run["functions"] = [digest_of([Path(spec.partition(":")[0]).read_bytes()]) for spec in functions]
+    run["functions"] = digest_of([Path(spec.partition(":")[0]).read_bytes() for spec in functions])
 
     run["code"] = {file.name: digest_of([file.read_bytes()]) for file in (Path(__file__), HERE / "refcache.py")}
     run["code"] |= {name: version(name) for name in ("torch", "transformers")}

@@ -520,7 +520,7 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: list[int], args: 
 
     inputs["position_ids"] = positions[:, -1:].repeat_interleave(k, dim=0)
     inputs["input_ids"] = torch.zeros_like(inputs["position_ids"])
-    cache = {name: out[name] for name in ("past_key_values", "cache_params") if out.get(name) is not None}
+    cache = {name: out[name] for name in ("past_key_values", "cache_params") if name in out}
 
     u = u.flatten(0, 1)  # (B · k, T): below, each sample is a row
     stops = to_device(torch.tensor(stops, dtype=torch.long), device)
@@ -746,7 +746,7 @@ COLUMNS = 'prompt, as a string or a list of {"role", "content"}'
 
 
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
-    rows = [Row(prompt, columns) for prompt, *_, columns in encode(tokenizer, source, lambda columns: [], args)]
+    rows = [Row(prompt, columns) for prompt, *_, columns in encode(tokenizer, source, lambda row: [], args)]
     names = {name: None for row in rows for name in row.columns}
     return [row._replace(columns=names | row.columns) for row in rows]  # what a row lacks is None
 
@@ -1167,11 +1167,12 @@ def lock_folder(out: Path):
 def describe_files(models: dict[str, str], functions: list[str]) -> dict:
     """Digests of models, of their tokenizers and templates, and of functions; and `code`: the script and libraries."""
     run = {"script": Path(__file__).name}
+    digest = lru_cache(checkpoint_digest)  # reads a model once that is policy and reference
     for flag, name in models.items():
         settings = sorted(checkpoint_folder(name).glob("*.j[is]*"))  # .json and .jinja: tokenizer, template, generation
-        run[f"{flag}'s weights"] = checkpoint_digest(name)
+        run[f"{flag}'s weights"] = digest(name)
         run[f"{flag}'s settings"] = digest_of([file.read_bytes() for file in settings])
-    run["functions"] = [digest_of([Path(spec.partition(":")[0]).read_bytes()]) for spec in functions]
+    run["functions"] = digest_of([Path(spec.partition(":")[0]).read_bytes() for spec in functions])
 
     run["code"] = {file.name: digest_of([file.read_bytes()]) for file in (Path(__file__), HERE / "refcache.py")}
     run["code"] |= {name: version(name) for name in ("torch", "transformers")}
