@@ -43,7 +43,6 @@ from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
 from typing import Callable, Literal, NamedTuple, get_args, get_origin
@@ -356,7 +355,7 @@ def train(args: Args, out: Path) -> list[dict]:
 
     save_model(policy, tokenizer, out / "model", args)
     remove_checkpoints(out)  # the run is finished
-    print(f"see {out}/model and {out}/samples.jsonl")
+    print(f"see {out}: model, samples.jsonl")
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -619,7 +618,7 @@ def render(tokenizer, prompt, answers: list, args, columns: dict, counts: Counte
     return texts
 
 
-def find_answer(apply: Callable, prompt: list[dict], answer: list[dict]) -> int:
+def find_answer(apply: Callable, prompt: list, answer: list) -> int:
     """Where the answer's words begin in the text of prompt + answer: where a mark before them is rendered."""
     if set().union(*answer) != {"role", "content"}:
         raise ValueError("the template changes the prompt, and the answer has more than role and content")
@@ -745,9 +744,13 @@ def call_function(spec: str, function: Callable, rows: list, texts: list[str], *
         inspect.signature(function).bind(**inputs)
     except TypeError as error:
         raise BadInput(f"{spec}: {error}: it gets {', '.join(inputs)}, add **columns") from None
-    values = function(**deepcopy(inputs))  # it may change its arguments
-    if inspect.iscoroutine(values):
-        values = asyncio.run(values)
+
+    try:
+        values = function(**deepcopy(inputs))  # it may change its arguments
+        if inspect.iscoroutine(values):
+            values = asyncio.run(values)
+    except OSError as error:  # such as a judge that cannot be reached: an OSError alone would print no traceback
+        raise RuntimeError(spec) from error
 
     try:
         numbers = [math.nan if value is None else float(value) for value in values]
@@ -868,7 +871,7 @@ def describe_files(models: dict[str, str], functions: list[str]) -> dict:
     run["functions"] = digest_of([Path(spec.partition(":")[0]).read_bytes() for spec in functions])
 
     run["code"] = {file.name: digest_of([file.read_bytes()]) for file in (Path(__file__), HERE / "refcache.py")}
-    run["code"] |= {name: version(name) for name in ("torch", "transformers")}
+    run["code"] |= {"torch": torch.__version__, "transformers": transformers.__version__}
     return run
 
 
@@ -879,7 +882,7 @@ def digest_of(items: list) -> str:
     return digest.hexdigest()
 
 
-def init_training_state(policy, optimizer) -> dict[str, torch.Tensor]:
+def init_training_state(policy, optimizer) -> dict:
     """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
     state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
     for weight in state.values():

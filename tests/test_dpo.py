@@ -5,7 +5,6 @@ import math
 import re
 import weakref
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -67,7 +66,7 @@ def test_files_of_a_finished_run(run):
     written = json.loads((first.out / "args.json").read_text())
     assert written["lr"] == first.args.lr and "out" in written and written["script"] == "dpo.py"
     assert written["model's weights"] == written["ref_model's weights"] == checkpoint_digest(tiny())
-    assert written["code"]["torch"] == version("torch") and {"dpo.py", "refcache.py"} < written["code"].keys()
+    assert written["code"]["torch"] == torch.__version__ and {"dpo.py", "refcache.py"} < written["code"].keys()
 
 
 @BOTH

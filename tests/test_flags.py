@@ -123,6 +123,11 @@ def test_missing_argument_is_named_and_errors_keep_their_traceback():
     with pytest.raises(TypeError, match="^mine$"):
         call(rate)
 
+    async def judge(**columns):
+        raise ConnectionError("mine")
+    with pytest.raises(RuntimeError, match="mine.py:rate"):  # the scripts print an OSError without its traceback
+        call(judge)
+
 
 def test_two_runs_in_a_process_read_their_score_anew(tmp_path):
     """As a notebook does, where a function is edited between two runs."""

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections import Counter
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -296,7 +295,7 @@ def test_edited_script_is_named_at_a_resume(tmp_path, capsys, monkeypatch):
     script = tmp_path / "dpo.py"
     script.write_text(Path(dpo.__file__).read_text() + "# edited")
     monkeypatch.setattr(dpo, "__file__", str(script))
-    monkeypatch.setattr(dpo, "version", lambda library: version(library) + "1" * (library == "transformers"))
+    monkeypatch.setattr(dpo.transformers, "__version__", "9.9")
     start("dpo", copy_of("dpo", tmp_path))
     changes = "; dpo.py has changed since; transformers has changed since\n"  # refcache.py has not
     assert f"resumes after step {STEPS - 1}{changes}" in capsys.readouterr().out
