@@ -355,7 +355,7 @@ def train(args: Args, out: Path) -> list[dict]:
 
     save_model(policy, tokenizer, out / "model", args)
     remove_checkpoints(out)  # the run is finished
-    print(f"see {out}: model, samples.jsonl")
+    print(f"see {out}")
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -555,7 +555,7 @@ def tokenize(tokenizer, texts: list[str], add_bos: bool) -> list[list[int]]:
 
 
 @lru_cache
-def bos_of(tokenizer) -> list[int]:
+def bos_of(tokenizer) -> list:
     plain, full = (tokenizer("a", add_special_tokens=special).input_ids for special in (False, True))
     return full[:full.index(plain[0])]
 
@@ -648,7 +648,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
     return tokenizer
 
 
-def stop_tokens(core, tokenizer) -> list[int]:
+def stop_tokens(core, tokenizer) -> list:
     """The ids that end a completion."""
     stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # it is a number, a list or None
     return sorted({tokenizer.eos_token_id, *stops} - {None})
@@ -784,8 +784,8 @@ def complete_flags(args, new_tokens: int = 0):
     # Flags that contradict each other or the model.
     if args.sync_reference and args.ref not in ("swap", "auto"):
         raise BadInput("--sync_reference needs --ref swap")
-    if args.lora_target and not args.lora_r:
-        raise BadInput("--lora_target needs --lora_r")
+    if not args.lora_r and (args.lora_target or args.lora_alpha):
+        raise BadInput("--lora_target, --lora_alpha need --lora_r")
     try:
         base = base_of(args.model)
         room = context_length(AutoConfig.from_pretrained(base)) - new_tokens

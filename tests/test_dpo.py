@@ -272,7 +272,7 @@ def test_one_answer_for_each_whole_prompt(tmp_path):
 # --- What is refused
 
 @parametrize("flags, needed", [
-    (dict(sync_reference=2), "--ref swap"), (dict(lora_target=("q",)), "--lora_r")])
+    (dict(sync_reference=2), "--ref swap"), (dict(lora_target=("q",)), "--lora_r"), (dict(lora_alpha=8.0), "--lora_r")])
 def test_flags_that_need_another_are_refused(flags, needed):
     with bad_input(needed):
         dpo.main(arguments(**flags))
