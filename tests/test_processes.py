@@ -312,4 +312,4 @@ def test_torchrun(tmp_path):
                str(tmp_path / "out"), "--steps", "2"]
     run = subprocess.run(command, cwd=Path(dpo.__file__).parent, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0
-    assert run.stdout.count("samples.jsonl") == 1
+    assert run.stdout.count("\nsee ") == 1
