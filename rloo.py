@@ -877,6 +877,7 @@ def split_prompt(prompt, answers: list, counts: Counter) -> tuple[str | list, li
     if prompt is None:
         if len(answers) < 2:
             raise KeyError("prompt")
+        counts["without a prompt"] += 1
         common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # characters or messages
         prompt = answers[0][:len(common)]
         if isinstance(prompt, str):
@@ -978,12 +979,13 @@ def load_model(name: str, device: str, args, trains: bool = False):
         model.float()  # after shard: no process holds the whole model in float32
     enable_shared_prompts(model)
 
-    is_large = False
+    turns_on = ["on"]  # values of --gradient_checkpointing
     if trains and device == "cuda":
         memory = step_memory(model, args.tokens_per_forward)
         print(memory)
-        is_large = memory.used > 0.85
-    if trains and (args.gradient_checkpointing == "on" or (is_large and args.gradient_checkpointing == "auto")):
+        if memory.used > 0.85:
+            turns_on.append("auto")
+    if trains and args.gradient_checkpointing in turns_on:
         print("gradient checkpointing is on")
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode

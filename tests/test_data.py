@@ -104,9 +104,10 @@ def test_tokenizer_without_eos_is_refused(script, tmp_path):
         SCRIPTS[script].load_tokenizer(str(tmp_path))
 
 
-def test_prompts_may_stand_in_the_answers_too_or_only_there(load):
+def test_prompts_may_stand_in_the_answers_too_or_only_there(load, capsys):
     named = dict(prompt="The tea was", chosen=" warm.", rejected=" bad.")  # no space ends the prompt
     assert load([NO_PROMPT])[0][:3] == load([named])[0][:3]
+    assert capsys.readouterr().out.count("1 of 1 rows; 1 without a prompt\n") == 1  # its column may have another name
     expected = load(CHATS[:1])[0][:3]
     for prompt, before in product((PROMPT, PROMPT[0]["content"], None), ([], PROMPT)):
         if prompt or before:
@@ -287,7 +288,7 @@ def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, words):
     bad = good | bad
     assert len(load([good, bad, good, bad])) == 2
     assert re.search(rf"2 of 4 rows.*2 .*{words}", capsys.readouterr().out)
-    with bad_input(rf"rows.jsonl: 1 of 3 rows; 2 .*{words}.*: too few rows"):
+    with bad_input(rf"rows.jsonl: 1 of 3 rows;.* 2 .*{words}.*: too few rows"):
         load([good, bad, bad])
 
 
