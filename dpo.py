@@ -453,13 +453,14 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
 def load_data(tokenizer, args) -> tuple[list, list]:
     """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
     rows = load_rows(args.data, tokenizer, args)
+    prompts = {row.whole_prompt for row in rows}
     if args.eval_data:
         eval_rows = load_rows(args.eval_data, tokenizer, args)
-        shared = {row.whole_prompt for row in rows} & {row.whole_prompt for row in eval_rows}
+        shared = prompts & {row.whole_prompt for row in eval_rows}
         if shared:
             print(f"{len(shared)} held-out prompts are trained on, too")
     else:
-        prompts = sorted({row.whole_prompt for row in rows})
+        prompts = sorted(prompts)
         order = generator(0, "hold_out").permutation(len(prompts))  # --seed changes nothing here
         held_out = {prompts[i] for i in order[:min(args.eval_size, len(prompts) // 10)]}
         eval_rows = [row for row in rows if row.whole_prompt in held_out]
@@ -471,13 +472,13 @@ def load_data(tokenizer, args) -> tuple[list, list]:
 
 def read_rows(source: str) -> list:
     """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line."""
-    open_file = gzip.open if source.endswith(".gz") else open
+    open_file = partial(gzip.open if source.endswith(".gz") else open, mode="rt", encoding="utf-8-sig", newline="")
     match Path(source.removesuffix(".gz")).suffix:
         case ".jsonl" | ".json":
-            text = open_file(source, "rt", encoding="utf-8-sig").read()
+            text = open_file(source).read()
             return json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
         case ".csv":
-            return list(csv.DictReader(open_file(source, "rt", encoding="utf-8-sig", newline="")))
+            return list(csv.DictReader(open_file(source)))
         case ".parquet":
             import pyarrow.parquet
             return pyarrow.parquet.read_table(source).to_pylist()
@@ -597,16 +598,15 @@ def render(tokenizer, prompt, answers: list, args, columns: dict, counts: Counte
         eos = tokenizer.eos_token
         return [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
 
-    options = {"tokenize": False, "tools": columns.get("tools"), **args.chat_template_kwargs}
-    options |= columns.get("chat_template_kwargs") or {}
-    apply = partial(tokenizer.apply_chat_template, **options)
-    ending = "continue_final_message" if prompt[-1]["role"] == "assistant" else "add_generation_prompt"
-    texts = [apply(prompt, **{ending: True})]
+    options = args.chat_template_kwargs | (columns.get("chat_template_kwargs") or {})
+    apply = partial(tokenizer.apply_chat_template, tokenize=False, tools=columns.get("tools"), **options)
+    is_begun = prompt[-1]["role"] == "assistant"
+    texts = [apply(prompt, continue_final_message=is_begun, add_generation_prompt=not is_begun)]
     if not all(str(message.get("content") or "").strip() in texts[0] for message in prompt):
         counts["whose template changes a message of the prompt"] += 1
 
     for answer in answers:
-        if prompt[-1]["role"] == "assistant":
+        if is_begun:
             raise ValueError("the prompt ends with a begun answer")
         text = apply(prompt + answer)
         if not text.startswith(texts[0]):  # some templates, as Mistral's, render another prompt before an answer
@@ -644,7 +644,7 @@ def load_tokenizer(name: str, ref_name: str | None = None):
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
         raise BadInput(f"{ref_name} has another tokenizer than {name}")
-    if tokenizer.eos_token is None:
+    if not tokenizer.eos_token:
         raise BadInput(f"{name}: no EOS token, set eos_token in tokenizer_config.json")
     return tokenizer
 
@@ -698,7 +698,7 @@ def load_checkpoint(kind, name: str, dtype: str = "auto"):
 def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     import peft
-    if folder is None:
+    if not folder:
         config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
                                  target_modules=list(args.lora_target) or "all-linear")
         return peft.get_peft_model(model, config)
@@ -737,7 +737,7 @@ def call_function(spec: str, function: Callable, rows: list, texts: list[str], *
     for None. It receives all columns that the rows have, and `inputs`. A coroutine is awaited. What the function itself
     raises keeps its traceback."""
     names = set().union(*(row.columns for row in rows))
-    inputs = {name: [row.columns.get(name) for row in rows[:len(texts)]] for name in names} | inputs
+    inputs = {name: [deepcopy(row.columns.get(name)) for row in rows[:len(texts)]] for name in names} | inputs
     if not isinstance(inputs["prompt"][0], str):
         texts = [[{"role": "assistant", "content": text}] for text in texts]
     inputs |= {"prompts": inputs.pop("prompt"), "completions": texts}
@@ -768,10 +768,10 @@ def call_function(spec: str, function: Callable, rows: list, texts: list[str], *
 def complete_flags(args, new_tokens: int = 0):
     """Checks the flags that the scripts share, and fills in those that depend on others. new_tokens: how many are
     sampled after each row."""
-    if args.model is None and args.data is None:
+    if not (args.model or args.data):
         args = replace(args, **{flag: value for flag, value in DEMO.items() if vars(args)[flag] in (None, ())})
         torch.set_num_threads(1)  # a tiny model gains nothing from more
-    if not args.model or not args.data:
+    if not (args.model and args.data):
         raise BadInput("give both --model and --data, or neither for the demo")
 
     # Values that no run can have.
@@ -779,6 +779,8 @@ def complete_flags(args, new_tokens: int = 0):
         value = vars(args)[flag]
         if get_origin(kind) is Literal and value not in get_args(kind):
             raise BadInput(f"--{flag} {value}: choose one of {', '.join(get_args(kind))}")
+        if "'false'" in str(value):  # a string, which a template takes for true
+            raise BadInput(f"--{flag} {value}: write False")
         smallest = SMALLEST.get(flag, 0)
         if isinstance(value, (int, float)) and not value >= smallest:  # `not >=` also catches NaN
             raise BadInput(f"--{flag} {value}: must be at least {smallest}")
@@ -803,9 +805,11 @@ def complete_flags(args, new_tokens: int = 0):
     if args.lr is None:
         args.lr = 1e-5 if args.lora_r or base != args.model else 1e-6
     if not args.out:
-        name = f"out/{Path(__file__).stem}"
-        folders = [name] + [f"{name}-{n}" for n in range(2, 1000)]
-        args.out = next(folder for folder in folders if not Path(folder, "model").exists())
+        name = args.out = f"out/{Path(__file__).stem}"
+        n = 1
+        while Path(args.out, "model").exists():
+            n += 1
+            args.out = f"{name}-{n}"
     args.ref_model = args.ref_model or args.model
     args.max_length = min(args.max_length, room)
     return args
@@ -839,7 +843,7 @@ def learning_rate(step: int, steps: int, args) -> float:
         return args.lr * (step / warmup_steps)
 
     remaining = (steps - step + 1) / (steps - warmup_steps)
-    cosine = 0.5 - 0.5 * math.cos(math.pi * remaining)
+    cosine = (1 - math.cos(math.pi * remaining)) / 2
     return args.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[args.schedule]
 
 
@@ -858,6 +862,10 @@ def lock_folder(out: Path):
         yield
     except Timeout:
         raise BadInput(f"another run writes into {out}: name another --out") from None
+    except BaseException as error:
+        if "No space left" in str(error):  # torch and safetensors have exceptions of their own for it
+            raise BadInput(f"{out}: the disk is full, the same command resumes") from error
+        raise
     finally:
         lock.release()
 
@@ -931,7 +939,7 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     run, missing or shortened files, a folder of another program, and processes that would train different runs."""
     step = max(checkpoint_steps(out), default=0)
     mine = [run, str(out), step]
-    if any(theirs != mine for theirs in all_gather(mine)):
+    if all_gather(mine) != [mine] * process_count():
         raise BadInput("the processes differ in flags, data, models or --out")
 
     saved = {"run": run, "sizes": dict.fromkeys(LOGS, 0)}
@@ -996,10 +1004,10 @@ def save_model(model, tokenizer, folder: Path, args):
     hidden = folder.with_name(f".{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     dtype = args.dtype if args.save_dtype == "auto" else "float32"
-    floats = [weight for weight in state.values() if weight.is_floating_point()]
-    cast = {weight.data_ptr(): weight.to(getattr(torch, dtype)) for weight in floats}  # tied weights stay one tensor
-
-    state = {name: cast.get(weight.data_ptr(), weight) for name, weight in state.items()}
+    cast = {}  # by address, so that tied weights stay one tensor
+    for name, weight in state.items():
+        to = getattr(torch, dtype) if weight.is_floating_point() else weight.dtype
+        state[name] = cast.setdefault(weight.data_ptr(), weight.to(to))
     model.save_pretrained(hidden, state_dict=state)
     tokenizer.save_pretrained(hidden)
     config = hidden / "config.json"
@@ -1014,9 +1022,10 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
     except (BadInput, ImportError, OSError, torch.OutOfMemoryError, KeyboardInterrupt) as error:
-        advice = f": pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
-        if isinstance(error, torch.OutOfMemoryError):
-            advice = ": lower --tokens_per_forward, or add --gradient_checkpointing on"
         what = str(error) or "stopped, the same command resumes"
-        print(f"{Path(__file__).name}: {what}{advice}", file=sys.stderr)
+        if isinstance(error, ModuleNotFoundError):
+            what += f": pip install {error.name}"
+        if isinstance(error, torch.OutOfMemoryError):
+            what += ": lower --tokens_per_forward, or add --gradient_checkpointing on"
+        print(f"{Path(__file__).name}: {what}", file=sys.stderr)
         sys.exit(2)

@@ -107,7 +107,7 @@ def test_tokenizer_without_eos_is_refused(script, tmp_path):
 def test_prompts_may_stand_in_the_answers_too_or_only_there(load, capsys):
     named = dict(prompt="The tea was", chosen=" warm.", rejected=" bad.")  # no space ends the prompt
     assert load([NO_PROMPT])[0][:3] == load([named])[0][:3]
-    assert capsys.readouterr().out.count("1 of 1 rows; 1 without a prompt\n") == 1  # its column may have another name
+    assert "1 of 1 rows; 1 without a prompt\n" in capsys.readouterr().out  # a column of another name
     expected = load(CHATS[:1])[0][:3]
     for prompt, before in product((PROMPT, PROMPT[0]["content"], None), ([], PROMPT)):
         if prompt or before:

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from models import bad_input, build, parametrize
 from runs import EACH, FOLDER, SCRIPTS, TIED, arguments, data, needs_peft, read, save, tiny, without_speed
 from safetensors.torch import load_file
 from tqdm import tqdm
+from transformers import LlamaForCausalLM
 
 import dpo
 
@@ -227,14 +229,16 @@ def test_checkpoint_or_log_that_lost_bytes_is_refused_before_training(damage, tm
     assert contents(out) == before
 
 
-def test_a_strange_checkpoint_truncates_only_the_logs_of_the_run(tmp_path):
+@parametrize("owner, name", [(dcp.HuggingFaceStorageWriter, "write_data"), (LlamaForCausalLM, "save_pretrained")])
+def test_full_disk_is_one_sentence_and_the_run_resumes(owner, name, tmp_path, monkeypatch):
+    def write(*_, **__):
+        raise RuntimeError("No space left on device")  # safetensors and torch have their own
+
     out = copy_of("dpo", tmp_path)
-    mine = tmp_path / "mine.txt"
-    mine.write_text("mine")
-    file = newest(out) / "run.json"
-    file.write_text(file.read_text().replace('"sizes": {', f'"sizes": {{"{mine}": 1, "../mine.txt": 1, '))
-    start("dpo", out)
-    assert mine.read_text() == "mine"
+    with monkeypatch.context() as patch, bad_input(f"^{out}: the disk is full, the same command resumes$"):
+        patch.setattr(owner, name, write)
+        start("dpo", out)
+    assert_same_as_whole("dpo", out)
 
 
 # --- Which command resumes a run

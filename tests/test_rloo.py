@@ -139,7 +139,8 @@ def test_constant_rewards_change_nothing(rolled):
 
 
 @parametrize("changes, words", [
-    (dict(reward=()), "--reward"), (dict(max_new_tokens=256), "longer than 0 tokens"),
+    (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 1.0)), "--reward_weights"),
+    (dict(max_new_tokens=256), "longer than 0 tokens"),
     (dict(reward=(f"{FILE}:infinite",)), "rewards are infinite, or all None"),
     (dict(reward=(f"{FILE}:silent",)), "rewards are infinite, or all None"),
     (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNCTION")])
