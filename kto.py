@@ -40,7 +40,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -81,7 +81,8 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 # What may differ when a run is resumed. Of models and data the content is compared, not the path.
 MAY_CHANGE = ("model ref_model data eval_data out ref_cache tokens_per_forward gradient_checkpointing save_every "
               "save_dtype eval_every samples wandb code").split()
-SMALLEST = dict(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1, max_new_tokens=1)  # 0 for other flags
+SMALLEST = dict(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6,
+                max_new_tokens=1)  # values; 0 for all other flags
 
 
 @dataclass
@@ -530,8 +531,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
     try:
         file_rows = read_rows(source)
     except Exception as error:
-        raise BadInput(f"{source}: no .jsonl[.gz] .json .csv .parquet (needs pyarrow) or hub data (needs datasets): "
-                       f"{error}") from None
+        raise BadInput(f"{source}: expected .jsonl[.gz] .json .csv .parquet (needs pyarrow) or hub data "
+                       f"(needs datasets): {error}") from None
 
     counts = Counter(rows=0)
     kinds = set()
@@ -786,7 +787,7 @@ def call_function(spec: str, function: Callable, rows: list, texts: list[str], *
         if inspect.iscoroutine(values):
             values = asyncio.run(values)
     except OSError as error:  # such as a judge that cannot be reached: an OSError alone would print no traceback
-        raise RuntimeError(spec) from error
+        raise RuntimeError(f"{spec}: {error}") from error
 
     try:
         numbers = [math.nan if value is None else float(value) for value in values]
@@ -828,7 +829,7 @@ def complete_flags(args, new_tokens: int = 0):
         base = base_of(args.model)
         room = context_length(AutoConfig.from_pretrained(base)) - new_tokens
     except (OSError, ValueError) as error:
-        raise BadInput(f"--model {args.model}: {error}") from None
+        raise BadInput(f"--model {args.model} is no model: {error}") from None
     if args.lora_r and base != args.model:
         raise BadInput(f"{args.model} is an adapter already: leave out --lora_r")
 
@@ -877,8 +878,11 @@ def learning_rate(step: int, steps: int, args) -> float:
         return args.lr * (step / warmup_steps)
 
     remaining = (steps - step + 1) / (steps - warmup_steps)
-    cosine = (1 - math.cos(math.pi * remaining)) / 2
-    return args.lr * {"constant": 1.0, "linear": remaining, "cosine": cosine}[args.schedule]
+    return args.lr * {
+        "constant": 1.0,
+        "linear": remaining,
+        "cosine": (1 - math.cos(math.pi * remaining)) / 2,
+    }[args.schedule]
 
 
 # ---- Files of a run: the same in dpo.py, kto.py and rloo.py ----------
@@ -942,7 +946,7 @@ def init_training_state(policy, optimizer) -> dict:
 
 def checkpoint_steps(out: Path) -> list[int]:
     """Steps of the complete checkpoints out/resume-STEP. Other folders that begin with resume- are the user's."""
-    names = [file.parent.name.removeprefix("resume-") for file in out.glob("resume-*/run.json")]
+    names = [file.parent.name.partition("-")[2] for file in out.glob("resume-*/run.json")]
     return [int(name) for name in names if name.isdigit()]
 
 
@@ -952,7 +956,7 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
     # 64 tensors per file, because the writer holds a whole file in memory. A moving reference goes into file 0.
-    files = defaultdict(int, {f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
+    files = Counter({f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if is_first_process():
         paths = [out / name for name in LOGS] + list(folder.iterdir())
