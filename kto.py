@@ -506,17 +506,18 @@ def load_data(tokenizer, args) -> tuple[list, list]:
 
 
 def read_rows(source: str) -> list:
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line."""
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line; a file
+    with an unknown ending is read as that."""
     open_file = partial(gzip.open if source.endswith(".gz") else open, mode="rt", encoding="utf-8-sig", newline="")
     match Path(source.removesuffix(".gz")).suffix:
-        case ".jsonl" | ".json":
-            text = open_file(source).read()
-            return json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
         case ".csv":
             return list(csv.DictReader(open_file(source)))
         case ".parquet":
             import pyarrow.parquet
             return pyarrow.parquet.read_table(source).to_pylist()
+        case ending if ".json" in ending or Path(source).is_file():
+            text = open_file(source).read()
+            return json.loads(text) if text.lstrip()[:1] == "[" else text.split("\n")
         case _:
             import datasets
             name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
@@ -558,8 +559,8 @@ def encode(tokenizer, source: str, answers_of: Callable, args):
         except Exception as error:
             if isinstance(error, (LookupError, TypeError, AttributeError)):
                 error = f"expected {COLUMNS}"
-            found = f"found {', '.join(map(str, columns))[:200]}: {str(row)[:200]}"
-            raise BadInput(f"{source}:{number}: {error}; {found}") from None
+            raise BadInput(f"{source}:{number}: {error}; "
+                           f"found {', '.join(map(str, columns))[:200]}: {str(row)[:200]}") from None
 
         # An answer begins where the ids first differ, and not at len(prompt): a token may span the end of the prompt.
         prompt_ids, *sequences = [tuple(ints.setdefault(i, i) for i in ids) for ids in all_ids]
@@ -1034,8 +1035,8 @@ def append(path: Path, lines: list[dict]):
 
 def save_model(model, tokenizer, folder: Path, args):
     """Writes the model, or its LoRA adapter, as from_pretrained() reads it, in the dtype of --save_dtype."""
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
-    state = get_model_state_dict(model, options=options)
+    state = get_model_state_dict(model, options=StateDictOptions(
+        full_state_dict=True, cpu_offload=True, ignore_frozen_params=True))
     if not is_first_process():
         return
 
