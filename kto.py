@@ -687,8 +687,8 @@ def load_tokenizer(name: str, ref_name: str | None = None):
 
 def stop_tokens(core, tokenizer) -> list:
     """The ids that end a completion."""
-    stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # it is a number, a list or None
-    return sorted({tokenizer.eos_token_id, *stops} - {None})
+    # The model's own are a number, a list or None.
+    return sorted({tokenizer.eos_token_id, *np.atleast_1d(core.generation_config.eos_token_id).tolist()} - {None})
 
 
 def load_model(name: str, device: str, args, trains: bool = False):
@@ -735,9 +735,11 @@ def add_adapter(model, folder: str | None, trains: bool, args):
     """The model with the LoRA adapter of a folder, or with a new one."""
     import peft
     if not folder:
-        config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
-                                 target_modules=list(args.lora_target) or "all-linear")
-        return peft.get_peft_model(model, config)
+        model = peft.get_peft_model(model, peft.LoraConfig(
+            r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, task_type="CAUSAL_LM",
+            target_modules=list(args.lora_target) or "all-linear"))
+        print("LoRA in", *sorted({name.split(".")[-1] for name in model.targeted_module_names}))
+        return model
 
     config = peft.PeftConfig.from_pretrained(folder)
     if config.is_prompt_learning or config.is_adaption_prompt or vars(config).get("alora_invocation_tokens"):
@@ -914,9 +916,9 @@ def describe_files(models: dict[str, str], functions: list[str]) -> dict:
     run = {"script": Path(__file__).name}
     digest = lru_cache(checkpoint_digest)  # reads a model once that is policy and reference
     for flag, name in models.items():
-        settings = sorted(checkpoint_folder(name).glob("*.j[is]*"))  # .json and .jinja: tokenizer, template, generation
         run[f"{flag}'s weights"] = digest(name)
-        run[f"{flag}'s settings"] = digest_of([file.read_bytes() for file in settings])
+        run[f"{flag}'s settings"] = digest_of([  # .json and .jinja: tokenizer, template, generation
+            file.read_bytes() for file in sorted(checkpoint_folder(name).glob("*.j[is]*"))])
     run["functions"] = digest_of([Path(spec.partition(":")[0]).read_bytes() for spec in functions])
 
     run["code"] = {file.name: digest_of([file.read_bytes()]) for file in (Path(__file__), HERE / "refcache.py")}
@@ -960,8 +962,8 @@ def save_checkpoint(out: Path, step: int, run: dict, state: dict):
     files = Counter({f"training.{name}": n // 64 for n, name in enumerate(state["training"])})
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
     if is_first_process():
-        paths = [out / name for name in LOGS] + list(folder.iterdir())
-        sizes = {str(path.relative_to(out)): path.stat().st_size for path in paths}
+        sizes = {str(path.relative_to(out)): path.stat().st_size
+                 for path in (*(out / name for name in LOGS), *folder.iterdir())}
         write_whole(folder / "run.json", [json.dumps({"run": run, "sizes": sizes}).encode()])
     remove_checkpoints(out, but=step)
 
@@ -996,8 +998,8 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
 
     if step:
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{step}"))
-        changed = [name for name in run["code"] if saved["run"]["code"].get(name) != run["code"][name]]
-        print(f"resumes after step {step}", *(f"{name} has changed since" for name in changed), sep="; ")
+        print(f"resumes after step {step}", *(f"{name} has changed since" for name in run["code"]
+                                              if saved["run"]["code"].get(name) != run["code"][name]), sep="; ")
     if is_first_process():
         write_whole(out / "args.json", [json.dumps(run, indent=1).encode()])
         for name in LOGS:

@@ -16,8 +16,8 @@ import rloo
 from refcache import StepMemory
 
 BAD = {  # of every script
-    "lr": -1e-6, "warmup": -0.1, "epochs": 0.0, "steps": -2, "batch_size": 0, "lora_r": 0, "weight_decay": -0.1,
-    "max_grad_norm": -1.0, "beta": -0.1, "save_every": -1, "max_length": -1, "max_new_tokens": -1, "lora_alpha": 0.0,
+    "lr": -1e-6, "warmup": -0.1, "epochs": 0.0, "steps": -2, "batch_size": 0, "lora_r": 0,
+    "lora_alpha": 0.0, "beta": -0.1, "max_new_tokens": -1,
     "ref": "Cache", "gradient_checkpointing": "yes", "chat_template_kwargs": {"think": "false"}}
 
 

@@ -70,11 +70,12 @@ def test_a_saved_adapter_finds_its_base_from_any_folder(run, monkeypatch):
         assert found.is_absolute() and found.samefile(tiny())
 
 
-@parametrize("flags, r, alpha, modules", [
-    (dict(lora_r=4), 4, 8, 7), (dict(lora_r=2, lora_alpha=3.0, lora_target=("q_proj", "v_proj")), 2, 3, 2)])
-def test_rank_alpha_and_target_are_those_of_the_flags(flags, r, alpha, modules):
+@parametrize("flags, r, alpha, n", [
+    (dict(lora_r=4), 4, 8, 7), (dict(lora_r=2, lora_alpha=3.0, lora_target=("q_proj", "v_proj", "typo")), 2, 3, 2)])
+def test_rank_alpha_and_target_are_those_of_the_flags(flags, r, alpha, n, capsys):
     config = load(trains=True, **flags).peft_config["default"]
-    assert (config.r, config.lora_alpha, len(config.target_modules)) == (r, alpha, modules)
+    names = capsys.readouterr().out.split("LoRA in ")[1].split("\n")[0]
+    assert (config.r, config.lora_alpha, len(names.split())) == (r, alpha, n)
 
 
 def test_a_new_adapter_depends_on_the_seed_only(run):
