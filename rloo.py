@@ -1252,12 +1252,12 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and the logs of its step. Returns the step, or 0. Refuses a checkpoint of another
     run, missing or shortened files, a folder of another program, and processes that would train different runs."""
     step = max(checkpoint_steps(out), default=0)
+    files = [out / name for name in ("args.json", *LOGS) if (out / name).exists()]  # before the first process writes
     mine = [run, str(out), step]
     if all_gather(mine) != [mine] * process_count():
         raise BadInput("the processes differ in flags, data, models or --out")
 
     saved = {"run": run, "sizes": dict.fromkeys(LOGS, 0)}
-    files = [out / name for name in ("args.json", *LOGS) if (out / name).exists()]
     if step:
         saved = json.loads((out / f"resume-{step}/run.json").read_text())
     elif files and "held-out rows" not in files[0].read_text():

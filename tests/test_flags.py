@@ -17,7 +17,7 @@ from refcache import StepMemory
 
 BAD = {  # of every script
     "lr": -1e-6, "warmup": -0.1, "epochs": 0.0, "steps": -2, "batch_size": 0, "lora_r": 0,
-    "lora_alpha": 0.0, "beta": -0.1, "max_new_tokens": -1,
+    "lora_alpha": 0.0, "beta": -0.1, "max_new_tokens": 0,
     "ref": "Cache", "gradient_checkpointing": "yes", "chat_template_kwargs": {"think": "false"}}
 
 
@@ -31,9 +31,8 @@ def resolve(script, **flags):
     *((script, *bad) for script in SCRIPTS for bad in BAD.items()),
     ("dpo", "beta", 0.0), ("dpo", "label_smoothing", 0.5), ("dpo", "label_smoothing", math.nan), ("dpo", "loss", "ipo"),
     ("dpo", "loss", ("dpo",)), ("dpo", "loss", ()), ("dpo", "loss_weights", (1.0, 2.0)),
-    ("dpo", "max_new_tokens", 0), ("kto", "max_new_tokens", 0),
     ("kto", "beta", 0.0), ("kto", "loss", "sigmoid"), ("kto", "undesirable_weight", -1.0),
-    ("rloo", "k", 1), ("rloo", "temperature", 0.0), ("rloo", "max_new_tokens", 0), ("rloo", "updates_per_rollout", 0)])
+    ("rloo", "k", 1), ("rloo", "temperature", 0.0), ("rloo", "updates_per_rollout", 0)])
 def test_values_that_no_run_can_have_are_refused(script, flag, value):
     with bad_input(rf"--{flag}\b"):
         resolve(script, **{flag: value})
@@ -43,8 +42,7 @@ def test_values_that_no_run_can_have_are_refused(script, flag, value):
 def test_smallest_values_are_accepted(script):
     flags = dict(steps=-1, lr=0.0, warmup=0.0, batch_size=1, lora_r=1, max_grad_norm=0.0, eval_size=0)
     flags |= dict(k=2, beta=0.0, max_new_tokens=1) if script == "rloo" else {}
-    args = resolve(script, **flags)
-    assert {name: vars(args)[name] for name in flags} == flags
+    assert vars(resolve(script, **flags)).items() >= flags.items()
 
 
 def test_label_smoothing_is_for_sigmoid():

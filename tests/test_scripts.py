@@ -91,7 +91,7 @@ def test_help_explains_every_flag_and_shows_paragraphs(script, capsys):
 
 
 @parametrize("script, flag, name", [
-    *((script, "data", "folder/no.jsonl") for script in SCRIPTS), ("dpo", "out", "file"),
+    ("dpo", "data", "folder/no.jsonl"), ("dpo", "out", "file"),
     ("dpo", "data", "folder"), ("dpo", "score", "no.py:rate"), ("dpo", "ref_cache", "file/cache.pkl"),
     ("dpo", "model", "folder"), ("dpo", "model", "folder/no_model")])
 def test_wrong_file_or_folder_is_named_in_one_sentence(script, flag, name, tmp_path, capsys, monkeypatch):
