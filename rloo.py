@@ -1170,6 +1170,7 @@ def lock_folder(out: Path):
         raise BadInput(f"{out} holds a finished run: name another --out")
     out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / ".lock", timeout=0)
+
     try:
         if is_first_process():
             lock.acquire()
