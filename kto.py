@@ -420,9 +420,10 @@ def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Pat
     if not rows:
         return {}
 
-    answers = generate(policy, tokenizer, [row.whole_prompt for row in rows], args)
+    prompts = [row.whole_prompt for row in rows]
+    answers = generate(policy, tokenizer, prompts, args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines = [dict(step=step, prompt=tokenizer.decode(row.prompt), completion=text) for row, text in zip(rows, texts)]
+    lines = [dict(step=step, prompt=tokenizer.decode(ids), completion=text) for ids, text in zip(prompts, texts)]
     n_ended = sum(len(answer) < args.max_new_tokens for answer in answers)
     values = {"samples/distinct": len(set(texts)), "samples/ended": n_ended / len(answers)}
 
@@ -474,7 +475,7 @@ def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[
 
     values = score(prompts=prompts, completions=texts, **columns)
     if isinstance(values, (dict, set, str)) or len(values) != len(texts):
-        raise BadInput(f"{args.score} returned {str(values)[:99]}: expected a list of {len(texts)} numbers or None")
+        raise BadInput(f"{args.score} returned {str(values)[:99]}: expected {len(texts)} numbers or None")
     return [math.nan if value is None else float(value) for value in values]
 
 

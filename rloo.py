@@ -599,7 +599,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
         if asyncio.iscoroutine(values):
             values = asyncio.run(values)
         if isinstance(values, (dict, set, str)) or len(values) != len(texts):
-            raise BadInput(f"{name} returned {str(values)[:99]}: expected a list of {len(texts)} numbers or None")
+            raise BadInput(f"{name} returned {str(values)[:99]}: expected {len(texts)} numbers or None")
 
         values = [math.nan if value is None else float(value) for value in values]
         values = torch.tensor(list(chain(*all_gather(values)))).view(total.shape)
