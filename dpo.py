@@ -205,7 +205,7 @@ def groups(rows: list[Row]) -> list:
     return [(row.prompt, [row.chosen, row.rejected]) for row in rows]
 
 
-def measure(policy, rows: list[Row], ref_logps, args: Args) -> Batch:
+def measure(policy, rows: list[Row], ref_logps) -> Batch:
     """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs; None: all are 0."""
     logps = completion_logprobs(policy, groups(rows))
     ratios = log_ratios(logps, groups(rows), ref_logps)  # both: per pair [(|y_w|,), (|y_l|,)]
@@ -224,7 +224,7 @@ def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> di
         micro = [rows[i] for i in indices]
         scale = weight / len(rows)
         with torch.set_grad_enabled(train):
-            batch = measure(policy, micro, ref_logps, args)
+            batch = measure(policy, micro, ref_logps)
             losses = weighted_loss(batch, args)
             loss = losses.sum() * scale  # the parts of all micro-batches add up to the mean over the batch
         if train:

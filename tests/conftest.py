@@ -49,33 +49,36 @@ def remembered(function, folder_at, copy):
 
 
 @pytest.fixture(autouse=True, scope="session")
-def each_model_is_loaded_and_probed_once():
-    """A short run would spend most of its time on that. Tests of the probe call it anew."""
+def each_model_is_loaded_and_tested_once():
+    """A short run would spend most of its time on that. Tests of that test call it anew."""
     import dpo
     import kto
     import refcache
     import rloo
-    load, enable, probe, tokenizers = dpo.load_checkpoint, dpo.enable_shared_prompts, refcache.probe, dpo.AutoTokenizer
-    probed = {}
+    models, tokenizers = dpo.AutoModelForCausalLM, dpo.AutoTokenizer
+    enable, error_of = dpo.enable_shared_prompts, refcache.error_of
+    found = {}
 
-    def remembered_probe(core, lay_out, **options):
+    def remembered_error_of(core, lay_out):
         kinds = sorted({(type(module).__name__, str(getattr(module, "scaling", ""))) for module in core.modules()})
         dtypes = sorted({str(weight.dtype) for weight in core.parameters()})
-        config = core.config.to_dict() | {"_name_or_path": None}  # processes must probe alike
-        key = str((config, kinds, dtypes, lay_out, options))
-        if key not in probed:
-            probed[key] = probe(core, lay_out, **options)
-        return probed[key]
+        config = core.config.to_dict() | {"_name_or_path": None}  # processes must test alike
+        key = str((config, kinds, dtypes, lay_out))
+        if key not in found:
+            found[key] = error_of(core, lay_out)
+        return found[key]
 
     def enable_shared_prompts(model):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(refcache, "probe", remembered_probe)
+            patch.setattr(refcache, "error_of", remembered_error_of)
             return enable(model)
 
     with pytest.MonkeyPatch.context() as patch:
+        model = remembered(models.from_pretrained, 0, deepcopy)
         tokenizer = remembered(tokenizers.from_pretrained, 0, lambda tokenizer: tokenizer)  # which no script changes
-        replaced = dict(load_checkpoint=remembered(load, 1, deepcopy), enable_shared_prompts=enable_shared_prompts,
-                        AutoTokenizer=SimpleNamespace(from_pretrained=tokenizer))
+        replaced = dict(AutoModelForCausalLM=SimpleNamespace(from_pretrained=model),
+                        AutoTokenizer=SimpleNamespace(from_pretrained=tokenizer),
+                        enable_shared_prompts=enable_shared_prompts)
         for script in (dpo, kto, rloo):
             for name, function in replaced.items():
                 patch.setattr(script, name, function)

@@ -84,16 +84,16 @@ def original(name, seed=0, attention=None, **changes):
 
 
 @cache
-def probed(name):
+def tested(name):
     model = make(name)
     refcache.enable_shared_prompts(model)
     return model
 
 
 def ready(name):
-    """One of MODELS, which is probed only once."""
-    model = deepcopy(probed(name))
-    refcache.PROBED.add(model)
+    """One of MODELS, which is tested only once."""
+    model = deepcopy(tested(name))
+    refcache.TESTED.add(model)
     return model
 
 

@@ -122,7 +122,7 @@ def read(path):
 
 def logprobs(model):
     known = ReferenceCache()
-    known.score(model, GROUPS)
+    known.compute(model, GROUPS)
     return {key: known[key].tolist() for key in known}
 
 
