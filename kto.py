@@ -572,7 +572,7 @@ def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> list[
         full, plain = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
         bos = full[:full.index(plain[0])]
         if tokenizer.chat_template:
-            counts["strings, without its chat template; see demo/prepare_chat.py"] += 1
+            counts["strings, without the chat template; see demo/prepare_chat.py"] += 1
     else:
         options = args.chat_template_kwargs | (columns.get("chat_template_kwargs") or {})
         render = partial(tokenizer.apply_chat_template, tokenize=False, tools=columns.get("tools"), **options)

@@ -5,19 +5,22 @@
     python benchmarks/against_trl.py --data pairs.jsonl --baseline ../older    # this checkout against another one
     python benchmarks/against_trl.py --works dpo kto --steps 30 --rounds 1     # the losses of 30 steps
     python benchmarks/against_trl.py --shapes long --works long --steps 1 --rounds 1  # memory of RLOO at true length
+    python benchmarks/against_trl.py --model out/smollm2 --data hh_train.jsonl  # a real model, see demo/get_smollm2.py
     python benchmarks/against_trl.py --tiny                                    # does it run?
 
-reference   log-probs of the frozen model. refcache: ReferenceCache.score. trl: precompute_ref_log_probs of DPOTrainer.
-            trl + cache: the class of docs/trl.md, which also loads the reference
+reference   log-probs of the frozen model. refcache: ReferenceCache.compute. trl: precompute_ref_log_probs of
+            DPOTrainer. trl + cache: the class of docs/trl.md, which also loads the reference
 dpo, kto    a step of main() and of DPOTrainer or KTOTrainer; the reference's log-probs are known
 rloo P+T    rollout of T tokens after P, reward, reference and update: a step of main() and of RLOOTrainer
+rloo sums   with --model: RLOO on demo/sums.py, and the reward of held-out sums. `rloo P+T` then has prompts with so
+            many solved sums that they have almost P tokens
 long        the same after 2,900 tokens, of a tiny random Qwen3 with the full vocabulary of 151,936
 
-Both sides have the same weights, token ids, order, batch size, AdamW and precision, and no gradient checkpointing.
-Every run is a process of its own; the sides take turns, every other round backwards. A step lasts from one log line, or
-on_step_end, to the next; the first does not count. Time is CPU seconds of one thread, on a GPU the clock's. Memory is
-the resident set (Linux), on a GPU what was allocated: at its peak, and before the first step. RLOO's samples differ
-between the sides.
+Both sides have the same weights, token ids, order, batch size, AdamW and precision, and no gradient checkpointing; only
+prompts of 3,000 tokens with --model need it, on both sides. Every run is a process of its own; the sides take turns,
+every other round backwards. A step lasts from one log line, or on_step_end, to the next; the first does not count. Time
+is CPU seconds of one thread; of two threads (--model), or on a GPU, it is the clock's. Memory is the resident set
+(Linux), on a GPU what was allocated: at its peak, and before the first step. RLOO's samples differ between the sides.
 """
 import contextlib
 import importlib.util
@@ -31,6 +34,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 
@@ -42,7 +46,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, os.environ.get("CHECKOUT", str(ROOT)))  # of the scripts that are measured
+sys.path[:0] = [os.environ.get("CHECKOUT", str(ROOT)), str(ROOT / "demo")]  # first: the scripts that are measured
 import dpo
 import kto
 import rloo
@@ -66,6 +70,21 @@ ROLLOUTS = {  # prompt tokens, new tokens, k
     "rloo 32+64, k=4": (32, 64, 4),
     **{f"long, k={k}": (2900, 200, k) for k in (2, 4, 8)},
 }
+MODEL_ROLLOUTS = {  # those of --model
+    "rloo sums, k=8": (0, 12, 8),
+    **{f"rloo 256+16, k={k}": (256, 16, k) for k in (2, 4, 8)},
+    **{f"rloo 3000+100, k={k}": (3000, 100, k) for k in (2, 4, 8)},
+}
+MODEL_SIZES = {  # beginnings of the works of --model, and their sizes
+    "dpo": dict(steps=20, batch_size=4, lr=1e-5),
+    "kto": dict(steps=20, batch_size=4, lr=1e-5),
+    "rloo sums": dict(steps=20, batch_size=8, lr=5e-6),
+    "rloo 256": dict(steps=4, batch_size=4, lr=5e-6),
+    "rloo 3000": dict(steps=2, batch_size=1, lr=5e-6),
+}
+
+
+HEAD = "| work | side | seconds | times refcache's | peak GiB | before |\n" + "|---" * 6 + "|"
 
 
 @dataclass
@@ -74,16 +93,20 @@ class Args:
     works: tuple[str, ...] = ("reference", "dpo", "kto", "rloo")  # or longer beginnings of names: "rloo 32"
     data: str | None = None  # .jsonl with prompt, chosen and rejected as strings; None: rows of preference-like lengths
     baseline: str | None = None  # another checkout of this project, to compare with instead of TRL
+    model: str | None = None  # a chat model's folder instead of random models; --data is then HH; sizes: MODEL_SIZES
+    results: str | None = None  # of --model: .json whose entries of these works are replaced; None: smollm2.json here
     pairs: int = 64  # of the data: the first ones that fit into max_length
     max_length: int = 512  # tokens of a row
     rounds: int = 3  # of all sides, in turn
-    steps: int = 4  # of a process; the first one is not timed
+    steps: int | None = None  # of a process; the first one is not timed; None: 4, or what MODEL_SIZES says
     batch_size: int = 4  # pairs of a DPO step, half the rows of a KTO step, prompts of an RLOO step
     reference_batch: int = 8  # pairs in a forward of TRL's reference pass
+    lr: float = 1e-4
     eps: float = 1e-3  # AdamW's; at 1e-8 the first updates are nearly lr · sign(gradient), which can amplify rounding
-    seed: int = 0  # of the order
+    seed: int = 0  # of the order, and of RLOO's samples in the first round
     extra: str = "{}"  # JSON: more flags of the scripts
     tiny: bool = False  # does it run?
+    threads: int | None = None  # None: 1, with --model 2; of one thread the CPU seconds are measured, else the clock's
     folder: str = ""  # of models and data; for the processes
     job: tuple[str, str, str, int] | None = None  # side, shape, work and round; for the processes
 
@@ -155,6 +178,10 @@ def write_pairs(path: Path, pairs: list):
 def make_files(args: Args, shape: str) -> tuple[list, int]:
     """Returns the rows of dpo.py, and how many tokens they have."""
     folder = Path(args.folder, shape)
+    if args.model:
+        write_chats(args, folder)
+        return count(write_orders(args, shape))
+
     vocab = SHAPES[shape][NAMES.index("vocab_size")]
     make_model(folder / "model", shape)
     rng = np.random.default_rng(0)
@@ -162,8 +189,40 @@ def make_files(args: Args, shape: str) -> tuple[list, int]:
         prompts = rng.integers(2, vocab, (args.batch_size * args.steps, length))
         write_lines(folder / f"prompts-{length}.jsonl", [{"prompt": text_of(ids)} for ids in prompts])
     write_pairs(folder / "pairs.jsonl", read_pairs(args, vocab))
-    pairs = write_orders(args, shape)
+    return count(write_orders(args, shape))
+
+
+def count(pairs: list) -> tuple[list, int]:
     return pairs, sum(2 * len(row.prompt) + len(row.chosen) + len(row.rejected) for row in pairs)
+
+
+def write_chats(args: Args, folder: Path):
+    """The model, HH's pairs as messages, and prompts for the rollouts of each length."""
+    import prepare_chat
+    folder.mkdir()
+    (folder / "model").symlink_to(Path(args.model).absolute())
+    tokenizer = dpo.load_tokenizer(args.model)
+
+    def n_tokens(messages):
+        return len(tokenizer.apply_chat_template(messages, return_dict=False))
+
+    rows = filter(None, (prepare_chat.convert(json.loads(line)) for line in open(args.data)))
+    fit = (row for row in rows if n_tokens(row["prompt"] + row["chosen"]) <= args.max_length
+           and n_tokens(row["prompt"] + row["rejected"]) <= args.max_length)
+    write_lines(folder / "pairs.jsonl", list(islice(fit, args.pairs)))
+
+    subprocess.run([sys.executable, ROOT / "demo/sums.py", folder / "sums"], check=True, stdout=subprocess.DEVNULL)
+    sums, solved = ([json.loads(line) for line in open(folder / f"sums/{name}.jsonl")] for name in ("prompts", "pairs"))
+    rng = np.random.default_rng(0)
+    for length in {length for length, *_ in ROLLOUTS.values()}:
+        chats = []
+        for row in sums[:args.batch_size * args.steps] if length else sums:
+            messages = row["prompt"]
+            while n_tokens(messages) < length - 40:  # a solved sum has fewer tokens
+                other = solved[rng.integers(len(solved))]
+                messages = other["prompt"] + other["chosen"] + messages
+            chats.append(row | {"prompt": messages})
+        write_lines(folder / f"prompts-{length}.jsonl", chats)
 
 
 def write_orders(args: Args, shape: str) -> list:
@@ -171,13 +230,13 @@ def write_orders(args: Args, shape: str) -> list:
     pairs = read_rows(dpo, settings(args, shape, "dpo"))
     given = settings(args, shape, "kto")
     feedback = read_rows(kto, given)
-    feedback = kto.draw_others(feedback, feedback, given)  # y', the answers to other prompts
+    with quiet():
+        feedback = kto.draw_others(feedback, feedback, given)  # y', the answers to other prompts
     names = dict(prompt="prompt_ids", chosen="chosen_ids", rejected="rejected_ids", completion="completion_ids",
                  other="KL_completion_ids", is_desirable="label")
     for work, rows, n in (("reference", pairs, 0), ("dpo", pairs, 1), ("kto", feedback, 2)):
         if n:
-            steps = range(1, args.steps + 1)
-            rows = [row for step in steps for row in dpo.batch_rows(step, rows, n * args.batch_size, args.seed)]
+            rows = dpo.rows_in_order(rows, args.steps * n * args.batch_size, args.seed)
         rows = [{names[key]: value for key, value in row._asdict().items() if key in names} for row in rows]
         write_lines(Path(args.folder, shape, f"{work}.jsonl"), rows)
     return pairs
@@ -189,15 +248,19 @@ def settings(args: Args, shape: str, work: str, out: str = ""):
     """The arguments of main() for this work."""
     folder = f"{args.folder}/{shape}"
     flags = dict(model=f"{folder}/model", data=f"{folder}/pairs.jsonl", out=f"{folder}/{out}", steps=args.steps,
-                 eval_size=0, samples=0, lr=1e-4, schedule="constant", warmup=0.0, save_every=10**6,
+                 eval_size=0, samples=0, lr=args.lr, schedule="constant", warmup=0.0, save_every=0, beta=0.1,
                  max_length=args.max_length, batch_size=args.batch_size, seed=args.seed,
                  dtype="bfloat16" if DEVICE == "cuda" else "float32")
     script = dpo
     if work in ROLLOUTS:
         script = rloo
         length, new_tokens, k = ROLLOUTS[work]
-        flags |= dict(data=f"{folder}/prompts-{length}.jsonl", reward=(f"{__file__}:even_words",), k=k,
+        flags |= dict(data=f"{folder}/prompts-{length}.jsonl", reward=(f"{__file__}:even_words",), k=k, beta=0.05,
                       max_new_tokens=new_tokens, max_length=length + new_tokens)
+        if args.model:
+            flags |= dict(reward=(f"{ROOT}/demo/sums.py:right",), max_length=10**6, gradient_checkpointing=length > 999)
+            if length == 0:
+                flags |= dict(beta=0.01, eval_data=f"{folder}/sums/prompts_test.jsonl", eval_every=5)
     elif work == "kto":
         script = kto
         flags["batch_size"] *= 2
@@ -230,29 +293,39 @@ def call_after_steps(script, call):
     script.append = append_and_call
 
 
-def time_of_reference_pass(given) -> float:
-    """Seconds of ReferenceCache.score in main()."""
-    score = dpo.ReferenceCache.score
+def measure_reference_pass() -> list[float]:
+    """A list that gets the seconds of each ReferenceCache.compute in main()."""
+    compute = dpo.ReferenceCache.compute
     seconds = []
 
     def timed(cache, model, groups, *values, **names):
         if DEVICE == "cuda":  # the first forwards compile kernels
-            score(dpo.ReferenceCache(), model, groups[:16], *values, **names | {"path": None})
+            compute(dpo.ReferenceCache(), model, groups[:16])
         begin = clock()
-        score(cache, model, groups, *values, **names)
+        compute(cache, model, groups, *values, **names)
         seconds.append(clock() - begin)
 
-    dpo.ReferenceCache.score = timed
-    dpo.main(replace(given, steps=0))
-    return seconds[0]
+    dpo.ReferenceCache.compute = timed
+    return seconds
+
+
+def held_out_reward(policy, tokenizer, given) -> float:
+    """The mean reward of 16 samples for each held-out prompt: both sides draw them with the same uniform numbers."""
+    rows = read_rows(rloo, replace(given, data=given.eval_data))
+    with quiet():
+        samples = rloo.rollout(policy, tokenizer, [row.prompt for row in rows], 16, 0, replace(given, seed=0))
+        rewards, _ = rloo.compute_rewards(samples, rows, rloo.load_rewards(DEVICE, given))
+    return rewards.mean().item()
 
 
 # ---- The sides -------------------------------------------------------
 
 def clock() -> float:
-    if DEVICE == "cpu":
+    """CPU seconds of one thread. With more threads, or on a GPU, the clock's."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    elif torch.get_num_threads() == 1:
         return time.process_time()
-    torch.cuda.synchronize()
     return time.perf_counter()
 
 
@@ -266,32 +339,55 @@ def peak_gib(now: bool = False) -> float:
 
 class Ticks(list):
     """Times before the first step, and after every step; and the memory before the first."""
+    paused = 0.0  # seconds
 
     def __call__(self):
         if not self:
             self.memory = peak_gib(now=True)
-        self.append(clock())
+        self.append(clock() - self.paused)
+
+    @contextlib.contextmanager
+    def pause(self):
+        """What runs in it belongs to no step."""
+        begin = clock()
+        yield
+        self.paused += clock() - begin
 
     def found(self) -> dict:
         first = min(1, len(self) - 2)  # the first step does not count, unless it is the only one
-        return {"seconds": (self[-1] - self[first]) / (len(self) - 1 - first), "before": self.memory}
+        steps = np.diff(self)
+        return {"seconds": steps[first:].mean(), "steps": steps.tolist(), "before": self.memory}
 
 
 def refcache(args: Args, shape: str, work: str, round: int) -> dict:
     given = settings(args, shape, work, out=f"{work}-{round}-{os.getpid()}")
+    passes = measure_reference_pass()
     if work == "reference":
-        return {"seconds": time_of_reference_pass(given)}
+        dpo.main(replace(given, steps=0))
+        return {"seconds": passes[0]}
+
     script = {"dpo": dpo, "kto": kto}.get(work, rloo)
-    ticks = Ticks()
+    ticks, held_out = Ticks(), []
+
+    def evaluate(policy, tokenizer, rows, reference, functions, step, *_):
+        if rows:
+            with ticks.pause():
+                held_out.append((step, held_out_reward(policy, tokenizer, given)))
+        return {}
+
     call_after_steps(script, ticks)
+    if script is rloo:
+        rloo.evaluate = evaluate
     adamw = torch.optim.AdamW
     torch.optim.AdamW = lambda *values, **names: adamw(*values, eps=args.eps, **names)
-    if DEVICE == "cuda":  # after the last step gigabytes would be written
-        script.save_checkpoint = script.save_model = lambda *values: None
+    if DEVICE == "cuda" or args.model:  # after the last step gigabytes would be written
+        script.save_model = lambda *values: None
     history = script.main(given)
-    length = history[-1].get("completions/mean_length")
-    losses = [values["loss"] for values in history[1:]]
-    return ticks.found() | {"losses": losses, "length": length, "model": f"{given.out}/model"}
+
+    values = {name: [line.get(name) for line in history[1:]] for name in ("loss", "reward", "completions/mean_length")}
+    return ticks.found() | dict(
+        losses=values["loss"], rewards=values["reward"], length=values["completions/mean_length"][0],
+        held_out=held_out, reference=sum(passes))
 
 
 def cached_trainer():
@@ -307,12 +403,14 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
     from transformers import TrainerCallback  # imports accelerate, peft and bitsandbytes
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RLOOConfig, RLOOTrainer
     folder = Path(args.folder, shape)
+    given = settings(args, shape, work)
     make_config, parent = DPOConfig, DPOTrainer
     if work in ROLLOUTS:
         make_config, parent = RLOOConfig, RLOOTrainer
     elif work == "kto":
         make_config, parent = KTOConfig, KTOTrainer
-    ticks, pass_ticks = Ticks(), []
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
+    ticks, pass_ticks, held_out = Ticks(), [], []
 
     class Trainer(cached_trainer() if cached else parent):
         cache_file = f"{folder}/trl-{os.getpid()}.pkl"
@@ -330,42 +428,49 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
 
     class Steps(TrainerCallback):
         def on_train_begin(self, *values, **names):
+            self.evaluate(0, names["model"])
             ticks()
 
-        def on_step_end(self, *values, **names):
+        def on_step_end(self, config, state, *values, **names):
             ticks()
+            self.evaluate(state.global_step, names["model"])
+
+        def evaluate(self, step, model):
+            if work in ROLLOUTS and given.eval_data and (step % given.eval_every == 0 or step == args.steps):
+                with ticks.pause():
+                    held_out.append((step, held_out_reward(model, tokenizer, given)))
 
     gpu = DEVICE == "cuda"
     common = dict(
-        output_dir=f"{folder}/trl-{work}-{round}", max_steps=args.steps, learning_rate=1e-4,
+        output_dir=f"{folder}/trl-{work}-{round}", max_steps=args.steps, learning_rate=args.lr,
         lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_epsilon=args.eps, max_grad_norm=1.0,
-        gradient_checkpointing=False, bf16=gpu, use_cpu=not gpu, dataloader_pin_memory=gpu, report_to="none",
-        save_strategy="no", logging_steps=1)
+        beta=given.beta, gradient_checkpointing=given.gradient_checkpointing, seed=given.seed, bf16=gpu,
+        use_cpu=not gpu, dataloader_pin_memory=gpu, report_to="none", save_strategy="no", logging_steps=1)
     if work in ROLLOUTS:
-        length, new_tokens, k = ROLLOUTS[work]
-        data = f"{folder}/prompts-{length}.jsonl"
-        extra = {"reward_funcs": even_words}
-        config = make_config(**common, per_device_train_batch_size=args.batch_size * k, num_generations=k, beta=0.05,
-                             max_completion_length=new_tokens, shuffle_dataset=False)
+        rows = rloo.rows_in_order(read_rows(rloo, given), args.steps * args.batch_size, given.seed)
+        rows = [row.columns for row in rows]
+        extra = {"reward_funcs": rloo.load_function(given.reward[0])}
+        config = make_config(**common, per_device_train_batch_size=args.batch_size * given.k, num_generations=given.k,
+                             max_completion_length=given.max_new_tokens, shuffle_dataset=False)
     else:
-        data = f"{folder}/{work}.jsonl"
+        rows = [json.loads(line) for line in Path(f"{folder}/{work}.jsonl").read_text().splitlines()]
         extra = {}
         config = make_config(**common, per_device_train_batch_size=args.batch_size * (2 if work == "kto" else 1),
-                             beta=0.1, max_length=args.max_length, precompute_ref_log_probs=True,
+                             max_length=args.max_length, precompute_ref_log_probs=True,
                              precompute_ref_batch_size=args.reference_batch, train_sampling_strategy="sequential")
-    rows = [json.loads(line) for line in Path(data).read_text().splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
     trainer = Trainer(model=f"{folder}/model", args=config, train_dataset=Dataset.from_list(rows),
                       processing_class=tokenizer, callbacks=[Steps()], **extra)
+    seconds_of_pass = sum(pass_ticks[1::2]) - sum(pass_ticks[::2])
     if work == "reference":
-        return {"seconds": pass_ticks[1] - pass_ticks[0]}
+        return {"seconds": seconds_of_pass}
     trainer.train()
-    if not gpu:  # as the scripts do
+    if not (gpu or args.model):  # as the scripts do
         trainer.save_model()
-    lines = trainer.state.log_history
-    losses = [line["loss"] for line in lines if "loss" in line]
-    length = lines[0].get("completions/mean_length")
-    return ticks.found() | {"losses": losses, "length": length, "model": config.output_dir}
+
+    lines = [line for line in trainer.state.log_history if "loss" in line]
+    return ticks.found() | dict(
+        losses=[line["loss"] for line in lines], rewards=[line.get("reward") for line in lines],
+        length=lines[0].get("completions/mean_length"), held_out=held_out, reference=seconds_of_pass)
 
 
 SIDES = {"refcache": refcache, "baseline": refcache, "trl": trl, "trl + cache": partial(trl, cached=True)}
@@ -375,8 +480,10 @@ SIDES = {"refcache": refcache, "baseline": refcache, "trl": trl, "trl + cache": 
 
 def run_job(args: Args):
     """The job of this process. Prints what it found as JSON."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     side, *job = args.job
+    if job[1] in ROLLOUTS:
+        args = replace(args, seed=args.seed + job[2])  # other samples in each round
     found = SIDES[side](args, *job)
     print("\n" + json.dumps(found | {"peak": peak_gib()}))
 
@@ -385,9 +492,10 @@ def start(args: Args, *job) -> dict:
     """Runs a job (side, shape, work, round) in a process of its own. Returns what it found."""
     command = [sys.executable, __file__, "--job", *map(str, job), *["--tiny"] * args.tiny]
     for name, value in asdict(args).items():
-        if name not in ("job", "tiny", "shapes", "works", "baseline") and value is not None:
+        if name not in ("job", "tiny", "shapes", "works", "baseline", "results") and value is not None:
             command += [f"--{name}", str(value)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["OMP_NUM_THREADS"] = str(args.threads or 1)
     if job[0] == "baseline":
         environment["CHECKOUT"] = args.baseline
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -411,6 +519,8 @@ def compare(args: Args, shape: str, work: str, tokens: int) -> str:
     for round in range(args.rounds):
         for side in sides[::-1] if round % 2 else sides:
             runs[side].append(start(args, side, shape, work, round))
+    if args.results:
+        save_results(args, work, runs)
     ours = runs["refcache"]
     for side, found in runs.items():
         seconds = [run["seconds"] for run in found]
@@ -429,6 +539,16 @@ def compare(args: Args, shape: str, work: str, tokens: int) -> str:
     return f"\n{work}: the losses of {args.steps} steps differ by at most {gap:.1e}; every fifth of refcache: {ours}"
 
 
+def save_results(args: Args, work: str, runs: dict):
+    """Replaces the entry of this work, one line of the file. Times in seconds, memory in GiB."""
+    path = Path(args.results)
+    results = json.loads(path.read_text()) if path.exists() else {}
+    given = {name: getattr(args, name) for name in ("threads", "steps", "batch_size", "lr", "eps", "max_length")}
+    results[work] = {"versions": versions(), **given, **runs}
+    lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in results.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
 def require_trl():
     if not all(map(importlib.util.find_spec, ("trl", "peft", "datasets"))):
         sys.exit("a package is missing: pip install trl==1.16.0 peft datasets")
@@ -443,25 +563,54 @@ def main(args: Args):
     if not args.baseline:
         require_trl()
     print(f"{versions()}; medians of {args.rounds} rounds (lowest to highest)")
+    if args.model:
+        return compare_model(args)
+
     works = [name for name in ("reference", "dpo", "kto", *ROLLOUTS) if name.startswith(args.works)]
     for shape in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            args = replace(args, folder=folder)
+            args = replace(args, folder=folder, steps=args.steps or 4)
             pairs, tokens = make_files(args, shape)
-            print(f"\n{shape}: {len(pairs)} pairs, {tokens:,} tokens\n\n"
-                  "| work | side | seconds | times refcache's | peak GiB | before |\n" + "|---" * 6 + "|", flush=True)
+            print(f"\n{shape}: {len(pairs)} pairs, {tokens:,} tokens\n\n{HEAD}", flush=True)
             print(*filter(None, [compare(args, shape, work, tokens) for work in works]), sep="\n")
+
+
+def compare_model(args: Args):
+    """The works of --model, each with sizes of its own."""
+    print(f"\n{args.model}\n\n{HEAD}", flush=True)
+    notes = []
+    for work in ("dpo", "kto", *ROLLOUTS):
+        if not work.startswith(args.works):
+            continue
+        sizes = {}
+        if not args.tiny:
+            sizes = next(sizes for name, sizes in MODEL_SIZES.items() if work.startswith(name))
+        sizes = sizes | {"steps": args.steps or sizes["steps"]}
+
+        with tempfile.TemporaryDirectory() as folder:
+            given = replace(args, folder=folder, eps=1e-8, **sizes)  # 1e-8: as people train
+            given.pairs = given.steps * given.batch_size  # each once
+            make_files(given, "model")
+            notes.append(compare(given, "model", work, 0))
+    print(*notes, sep="\n")
 
 
 def shrink(args: Args) -> Args:
     """Sizes that only show that it runs."""
     ROLLOUTS.clear()
     ROLLOUTS["rloo 16+4, k=2"] = (16, 4, 2)
+    if args.model:
+        ROLLOUTS["rloo sums, k=2"] = (0, 4, 2)
     return replace(args, shapes=("tiny",), pairs=20, max_length=256, rounds=1, steps=2, batch_size=2)
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args, use_underscores=True)
+    if args.model:
+        ROLLOUTS = MODEL_ROLLOUTS
     if args.tiny:
         args = shrink(args)
+    elif args.model and not args.results:
+        args.results = str(ROOT / "benchmarks/smollm2.json")
+    args.threads = args.threads or (2 if args.model else 1)
     run_job(args) if args.job else main(args)

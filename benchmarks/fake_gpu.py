@@ -40,10 +40,10 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 LIBRARY = torch.library.Library("aten", "IMPL")
 LIBRARY.impl("silu_backward", lambda grad, x: torch.empty_like(x), "CUDA")  # without it: six operators
-GPUS = {  # of the data sheet: GB, bfloat16 TFLOP/s, TB/s; then the shares that matmuls, attention and copies reach
-    "H100": (80, 989, 3.35, 0.75, 0.40, 0.90),
-    "H200": (141, 989, 4.8, 0.80, 0.40, 0.90),
-    "A100": (80, 312, 2.04, 0.80, 0.60, 0.88),
+GPUS = {  # of the data sheet: bfloat16 TFLOP/s, TB/s; then the shares that matmuls, attention and copies reach
+    "H100": (989, 3.35, 0.75, 0.40, 0.90),
+    "H200": (989, 4.8, 0.80, 0.40, 0.90),
+    "A100": (312, 2.04, 0.80, 0.60, 0.88),
 }
 HOST_SECONDS, KERNEL_SECONDS = 5e-6, 2e-6  # to start a kernel or a graph; of the smallest kernel
 LINK_RATE = 5e10  # bytes per second between CPU and GPU
@@ -56,13 +56,13 @@ class FakeGPU(TorchDispatchMode):
 
     def __init__(self, name: str, integers: int = 1, host_seconds: float = HOST_SECONDS):
         super().__init__()
-        size, flop_rate, byte_rate, *self.shares = GPUS[name]
-        self.size, self.flop_rate, self.byte_rate = 1e9 * size, 1e12 * flop_rate, 1e12 * byte_rate
+        flop_rate, byte_rate, *self.shares = GPUS[name]
+        self.flop_rate, self.byte_rate = 1e12 * flop_rate, 1e12 * byte_rate
         self.integers = integers
         self.host_seconds = host_seconds  # for each kernel
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.blocks = {}  # id of a storage -> [its weak reference, its bytes]
-        self.sent = {}  # id of a storage -> the tensor of int32 that the CPU has sent there
+        self.sent = {}  # id of a storage -> the tensor of integers that the CPU has sent there
         self.memory = self.most = 0  # bytes, now and at the peak
         self.host = self.device = 0.0  # seconds: the clocks of both
         self.counts = Counter()  # kernels, flops, seconds
@@ -198,16 +198,21 @@ class FakeGPU(TorchDispatchMode):
             dtype = kwargs.get("dtype") or args[0].dtype
             if to_gpu:
                 out = self.run(torch.empty, (args[0].shape,), dict(dtype=dtype, device="cuda"))
-                if dtype == torch.int32:
+                if dtype in (torch.int32, torch.int64):
                     self.sent[id(out.untyped_storage())] = args[0]
             else:
-                out = pin(torch.full(args[0].shape, self.value(dtype), dtype=dtype))
+                sent = self.sent.get(id(args[0].untyped_storage()))
+                is_whole = sent is not None and (sent.shape, sent.dtype) == (args[0].shape, dtype)
+                out = pin(sent.clone() if is_whole else torch.full(args[0].shape, self.value(dtype), dtype=dtype))
             return self.transfer(args[0], out, kwargs.get("non_blocking"))
         if name in ("_local_scalar_dense", "equal"):
             self.wait(name)
             return self.value(args[0].dtype if name == "_local_scalar_dense" else torch.bool)
-        if name == "index" and args[1][0] is not None and args[1][0].dtype == torch.bool:
-            self.wait("mask")  # only the GPU knows how many are True
+        if name == "nonzero":  # only the GPU knows how many are True
+            self.wait(name)
+            out = args[0].new_empty(self.integers, args[0].dim(), dtype=torch.int64)
+        elif name == "index" and args[1][0] is not None and args[1][0].dtype == torch.bool:
+            self.wait("mask")  # likewise
             out = args[0].new_empty(self.integers, *args[0].shape[args[1][0].dim():])
         else:
             out = self.run(func, args, kwargs)
@@ -331,8 +336,8 @@ def pretend(gpu: FakeGPU):
     stream.return_value.is_capturing.return_value = False
     answers = dict(
         is_available=True, device_count=1, current_device=0, is_bf16_supported=True, get_device_capability=(9, 0),
-        get_device_properties=SimpleNamespace(total_memory=gpu.size, name="simulated"), current_stream=stream(),
-        stream=contextlib.nullcontext(), set_stream=None, set_device=None, empty_cache=None, _lazy_init=None)
+        current_stream=stream(), stream=contextlib.nullcontext(), set_stream=None, set_device=None, empty_cache=None,
+        _lazy_init=None)
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.Stream = torch.cuda.Event = stream
@@ -341,8 +346,6 @@ def pretend(gpu: FakeGPU):
     torch.cuda.CUDAGraph, torch.cuda.graph = functools.partial(Graph, gpu), gpu.record
     torch.cuda.set_sync_debug_mode = functools.partial(setattr, gpu, "sync_mode")
     torch.cuda.memory_allocated, torch.cuda.max_memory_allocated = lambda *_: gpu.memory, lambda *_: gpu.most
-    torch.cuda.reset_peak_memory_stats = lambda *_: setattr(gpu, "most", gpu.memory)
-    torch.cuda.mem_get_info = lambda *_: (gpu.size, gpu.size)
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(.., device="cuda") is made on the CPU, then copied
     torch.Tensor.pin_memory = pin
     torch.Tensor.record_stream = lambda *_: None

@@ -6,14 +6,15 @@
 
 The models are random, the rows are those of against_trl.py. Memory is what was allocated.
 
-first     the kernel of half precision against a loop of ordinary attention; tokens of rollouts that replay a CUDA graph
-          against those without one; the loss of the first step, which is ln 2 if policy and reference agree
+first     the kernel of half precision against a loop of ordinary attention; log-probs of the sampler against those of
+          a forward; the loss of the first step, which is ln 2 if policy and reference agree
 speed     the reference pass, a DPO step, ways to train with less memory; an RLOO step at 3,100 tokens
 """
 import json
 import math
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -32,15 +33,15 @@ class Args:
     reference_batch: int = 32  # pairs in a forward of TRL's reference pass
     batch_size: int = 16  # pairs of a DPO step
     max_length: int = 768  # tokens of a row
-    new_tokens: int = 64  # of a sample that is compared
+    new_tokens: int = 64  # per sample of a rollout
     tiny: bool = False  # does it run?
 
 
 WAYS = [  # work, side, more flags of the script
     ("reference", "refcache", {}), ("reference", "trl", {}), ("dpo", "refcache", {}), ("dpo", "trl", {}),
-    ("dpo", "refcache", {"gradient_checkpointing": "on"}), ("dpo", "refcache", {"lora_r": 16}),
-    ("dpo", "refcache", {"lora_r": 16, "gradient_checkpointing": "on"})]
-POLICIES = {  # how a model is loaded whose rollouts are compared: name -> (whether it trains, flags)
+    ("dpo", "refcache", {"gradient_checkpointing": True}), ("dpo", "refcache", {"lora_r": 16}),
+    ("dpo", "refcache", {"lora_r": 16, "gradient_checkpointing": True})]
+POLICIES = {  # how a model is loaded that samples: name -> (whether it trains, flags)
     "frozen, float32": (False, {"dtype": "float32"}),
     "frozen, bfloat16": (False, {"dtype": "bfloat16"}),
     "FSDP2, bfloat16": (True, {"dtype": "bfloat16"}),
@@ -51,8 +52,7 @@ POLICIES = {  # how a model is loaded whose rollouts are compared: name -> (whet
 def files_of(args: Args, folder: str) -> against_trl.Args:
     given = against_trl.Args(
         folder=folder, pairs=args.pairs, max_length=args.max_length, steps=10, batch_size=args.batch_size,
-        reference_batch=args.reference_batch, tiny=args.tiny,
-        extra=json.dumps({"gradient_checkpointing": "off"}))
+        reference_batch=args.reference_batch, tiny=args.tiny)
     return against_trl.shrink(given) if args.tiny else given
 
 
@@ -68,7 +68,7 @@ def print_first(args: Args, shape: str):
 
         print_kernel(flags, read_rows(dpo, settings(given, shape, "dpo"))[:8])
         for name, (trains, more) in POLICIES.items():
-            print_graph(name, trains, replace(flags, **more))
+            print_rollout(name, trains, replace(flags, **more))
         for more in ({}, {"lora_r": 16}):
             run = against_trl.start(replace(given, steps=2, extra=json.dumps(more)), "refcache", shape, "dpo", 0)
             print(f"| loss of step 1 {more or ''} | {run['losses'][0]:.6f} | {math.log(2):.6f} |", flush=True)
@@ -93,35 +93,22 @@ def never(*_) -> bool:
     return False
 
 
-def print_graph(name: str, trains: bool, flags):
-    """Rollouts with a CUDA graph and without: equal tokens before the first difference of each sample, and time."""
+def print_rollout(name: str, trains: bool, flags):
+    """How far the sampler's log-probs are from those of a forward, and the time of a rollout."""
     with quiet():
         policy = rloo.load_model(flags.model, DEVICE, flags, trains)
         prompts = [row.prompt for row in read_rows(rloo, flags)][:8]
         tokenizer = rloo.load_tokenizer(flags.model)
 
-    samples, milliseconds = [], []
-    for can_record in (rloo.can_record, never):
-        with patch.object(rloo, "can_record", can_record), quiet():
-            rloo.rollout(policy, tokenizer, prompts, flags.k, 1, flags)  # the first one compiles kernels
-            begin = clock()
-            samples.append(rloo.rollout(policy, tokenizer, prompts, flags.k, 1, flags))
-            milliseconds.append(1e3 * (clock() - begin) / flags.max_new_tokens)
+        rloo.rollout(policy, tokenizer, prompts, flags.k, 1, flags)  # the first one compiles kernels
+        begin = clock()
+        samples = rloo.rollout(policy, tokenizer, prompts, flags.k, 1, flags)
+        milliseconds = 1e3 * (clock() - begin) / flags.max_new_tokens
+        logps = rloo.compute_logprobs(nullcontext(policy), samples, DEVICE, flags)
 
-    n_equal = n_tokens = 0
-    difference = 0.0
-    for b, ((_, ours), (_, theirs)) in enumerate(zip(*(one.groups for one in samples))):
-        for i, pair in enumerate(zip(ours, theirs)):
-            n = next((t for t, (x, y) in enumerate(zip(*pair)) if x != y), min(map(len, pair)))
-            n_equal += n
-            n_tokens += max(map(len, pair))
-            logps, other_logps = (one.logps[b, i, :n] for one in samples)
-            difference = max(difference, (logps - other_logps).abs().max().item() if n else 0.0)
-
-    graph = "graph" if rloo.can_record(refcache.unwrap_model(policy)) else "no graph"
-    print(f"| {graph}, {name}: equal tokens; difference of log-probs; ms per token, and without | {n_equal:,} of "
-          f"{n_tokens:,}; {difference:.1e}; {milliseconds[0]:.1f}, {milliseconds[1]:.1f} | all but near-ties |",
-          flush=True)
+    difference = (samples.logps - logps.cpu()).abs().sum() / samples.mask.sum()
+    print(f"| rollout, {name}: nats per token from a forward; ms per token | {difference:.1e}; {milliseconds:.1f} "
+          f"| below {'1e-3' if flags.dtype == 'float32' else '5e-2'} |", flush=True)
 
 
 # ---- Then: speed and memory ------------------------------------------
@@ -135,8 +122,7 @@ def print_ways(args: Args, shape: str):
               "| work | side | flags | seconds | tokens/s | peak GB |\n" + "|---" * 6 + "|", flush=True)
         for work, side, flags in WAYS:
             try:
-                extra = json.dumps({"gradient_checkpointing": "off"} | flags)
-                run = against_trl.start(replace(given, extra=extra), side, shape, work, 0)
+                run = against_trl.start(replace(given, extra=json.dumps(flags)), side, shape, work, 0)
             except SystemExit as error:  # out of memory, say: the other rows are still wanted
                 print(f"| {work} | {side} | {' '.join(flags)} | {str(error).splitlines()[-1]} |", flush=True)
                 continue

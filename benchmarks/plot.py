@@ -2,6 +2,7 @@
 
     python benchmarks/plot.py out/dpo                                       # the folder of any run's --out
     python benchmarks/plot.py out/a out/b --metrics loss eval_score --out curves.png
+    python benchmarks/plot.py benchmarks/smollm2.json --out docs/smollm2.png  # of against_trl.py --model, and its table
 
 Metrics that are 0 in all runs are left out. Metrics of few steps, such as eval_*, get dots.
 """
@@ -10,8 +11,9 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean, median, stdev
 
+import numpy as np
 import tyro
 
 METRICS = ["loss", "rewards/margins", "rewards/accuracies", "reward", "kl", "eval_loss", "eval_rewards/margins",
@@ -23,7 +25,7 @@ LOOK = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
 
 @dataclass
 class Args:
-    runs: tyro.conf.Positional[tuple[str, ...]]  # folders with a metrics.jsonl
+    runs: tyro.conf.Positional[tuple[str, ...]]  # folders with a metrics.jsonl; or one file of against_trl.py --model
     metrics: tuple[str, ...] = ()  # panels; none: what the runs have of the usual ones
     out: str = "curves.png"
 
@@ -59,7 +61,61 @@ def print_table(runs: list[list[dict]]):
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
+# ---- A real model, here and in TRL -----------------------------------
+
+SIDES = {"refcache": "this project", "trl": "TRL"}
+
+
+def print_comparison(results: dict):
+    """Medians over the runs of each side; of rewards the mean."""
+    print("| work | side | s per step | times ours | peak GiB | reference pass, s | result |\n" + "|---" * 7 + "|")
+    for work, entry in results.items():
+        ours = entry["refcache"]
+        for side, name in SIDES.items():
+            runs = entry[side]
+            seconds, base = (median(run["seconds"] for run in some) for some in (runs, ours))
+            gap = max(abs(x - y) for x, y in zip(runs[0]["losses"], ours[0]["losses"]))
+            result = f"losses at most {gap:.1e} from ours"
+            if runs[0]["length"]:
+                result = f"{mean(run['length'] for run in runs):.1f} tokens per sample in step 1"
+            if runs[0]["held_out"]:
+                before, after = (mean(run["held_out"][i][1] for run in runs) for i in (0, -1))
+                total = mean(sum(run["steps"]) for run in runs)
+                result = f"held-out reward {before:.3f} to {after:.3f} in {total:.0f} s"
+            print(f"| {work} | {name} | {seconds:.2f} | {seconds / base:.1f} | {max(run['peak'] for run in runs):.1f} "
+                  f"| {median(run['reference'] for run in runs):.1f} | {result} |")
+
+
+def draw_comparison(results: dict, path: str):
+    """Held-out reward against seconds of training; and the losses of DPO, one curve on top of the other."""
+    figure, (left, right) = import_pyplot().subplots(1, 2, figsize=(9, 3.4))
+    sums = next(entry for work, entry in results.items() if work.startswith("rloo sums"))
+    for (side, name), colour in zip(SIDES.items(), COLOURS):
+        curves = []  # of each run: the seconds before its evaluations, and their rewards
+        for run in sums[side]:
+            seconds = np.cumsum([0, *run["steps"]])
+            curves.append(([seconds[step] for step, _ in run["held_out"]], [reward for _, reward in run["held_out"]]))
+            left.plot(*curves[-1], color=colour, linewidth=0.8, alpha=0.4)
+        left.plot(*np.mean(curves, axis=0), color=colour, linewidth=1.8, marker="o", markersize=4, label=name)
+
+        losses = results["dpo"][side][0]["losses"]
+        style = dict(linewidth=5, alpha=0.4) if side == "refcache" else dict(linewidth=1.4)
+        right.plot(range(1, len(losses) + 1), losses, color=colour, label=name, **style)
+    left.set(title=f"RLOO, {sums['steps']} steps: held-out reward", xlabel="seconds of training", ylim=(0, 1))
+    right.set(title="DPO: loss", xlabel="step")
+    for panel in (left, right):
+        panel.legend()
+    figure.tight_layout()
+    save(figure, path)
+
+
 def main(args: Args):
+    if args.runs[0].endswith(".json"):
+        results = json.loads(Path(args.runs[0]).read_text())
+        print_comparison(results)
+        draw_comparison(results, args.out)
+        return
+
     plt = import_pyplot()
     texts = [Path(folder, "metrics.jsonl").read_text() for folder in args.runs]
     runs = [[json.loads(line) for line in text.splitlines()] for text in texts]

@@ -8,15 +8,14 @@
 main() of the script, or DPOTrainer, runs on fake CUDA tensors (fake_gpu.py; needs g++). Replaced are weights (shapes
 only), rows, checkpoints, and what compares log-probs. Time is a roofline's, without communication between GPUs.
 
---compile estimates changes/compile.patch: see FakeGPU.compile. --no-graph: each token of a rollout is started kernel by
-kernel.
+--compile estimates changes/compile.patch: see FakeGPU.compile. Another patch of changes/ is simulated in a copy of the
+scripts, which the environment variable CHECKOUT names: see README.md.
 """
 import contextlib
 import io
 import multiprocessing
 import tempfile
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal
 from unittest.mock import patch
@@ -28,11 +27,11 @@ import torch.distributed as dist
 import tyro
 from against_trl import NAMES, ROOT, SHAPES, call_after_steps, dpo, kto, rloo
 import refcache  # of the same checkout
+from safetensors.torch import save_file
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-SAID = ("weights ", "gradient checkpointing", "--ref ", "loading and rollouts need", "no CUDA graph")  # lines begin so
-PHASES = ("load_model", "score", "rollout", "score_reference", "run_batch")  # functions that are measured
+PHASES = ("load_model", "compute", "rollout", "compute_logprobs", "run_batch")  # functions that are measured
 
 
 @dataclass
@@ -47,7 +46,6 @@ class Args:
     median: int = 256  # tokens of a prompt, and of an answer
     host: float = 5.0  # microseconds of the host for each kernel
     compile: bool = False  # estimate changes/compile.patch: fewer bytes of norms, MLPs and log-softmax
-    graph: bool = True  # rollouts replay a CUDA graph, else each kernel is started by the host
     tiny: bool = False  # every script, in seconds
 
 
@@ -55,13 +53,13 @@ def load_stored(kind, name, *_, config=None, dtype="auto", output_loading_info=F
     """PreTrainedModel.from_pretrained of a checkpoint in bfloat16: shapes without data."""
     with torch.device("meta"):
         config = config or AutoConfig.from_pretrained(name)
-        model = kind._from_config(config, dtype=torch.bfloat16 if dtype == "auto" else dtype)
+        model = kind._from_config(config, dtype="bfloat16" if dtype == "auto" else dtype)
     model.name_or_path = str(name)
     return (model, {"missing_keys": set()}) if output_loading_info else model
 
 
-def passing_probe(core, lay_out, **_) -> tuple:
-    """refcache.probe of a model whose completions can share a prompt: its error is 0 nats, unless it is blind."""
+def passing_error(core, lay_out) -> tuple:
+    """refcache.error_of a model whose completions can share a prompt: 0 nats, and 1 without spans."""
     return float(hasattr(lay_out, "keywords")), torch.float32
 
 
@@ -86,24 +84,22 @@ def make_folder(args: Args, folder: str):
         config = AutoConfig.from_pretrained(args.config)
     config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     config.save_pretrained(folder)
-    Path(folder, "model.safetensors").write_bytes(b"no weights")
+    save_file({}, f"{folder}/model.safetensors")  # no weights
     AutoTokenizer.from_pretrained(ROOT / "demo/model").save_pretrained(folder)
 
 
 def run(args: Args, flags: list[str]) -> list[tuple]:
-    """Returns [(phase, what FakeGPU.measure() found), ..]. The last is ("said", what the script prints of memory)."""
+    """Returns [(phase, what FakeGPU.measure() found), ..]."""
     if "--lora_r" in flags:
         import peft  # noqa: F401  while there is no GPU
     init_process_group = dist.init_process_group
-    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()) as printed,
+    with (tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()),
           contextlib.redirect_stderr(io.StringIO()),
           patch.object(dist, "init_process_group", lambda **_: init_process_group(
               "fake", rank=0, world_size=args.processes, store=FakeStore())),
           patch.object(PreTrainedModel, "from_pretrained", classmethod(load_stored))):
         make_folder(args, folder)
-        found = (run_trl if args.what == "trl" else run_script)(args, flags, folder)
-    said = [line for line in printed.getvalue().splitlines() if line.startswith(SAID)]
-    return [*found, ("said", said)]
+        return (run_trl if args.what == "trl" else run_script)(args, flags, folder)
 
 
 def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
@@ -114,6 +110,7 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
         steps=1, batch_size=len(rows), max_length=32000, tokens_per_forward=args.tokens)
     gpu = FakeGPU(args.gpu, host_seconds=1e-6 * args.host)
     if script is rloo:
+        given.reward = ("zero",)  # see load_rewards below
         gpu.integers = max(len(rows) * given.k, given.max_new_tokens)  # of samples that go on, and of their tokens
     found = []
 
@@ -133,15 +130,13 @@ def run_script(args: Args, flags: list[str], folder: str) -> list[tuple]:
             found.append(("step", step.enter_context(gpu.measure())))
 
     call_after_steps(script, end_of_step)
-    nothing = ("save_checkpoint", "save_model", "check_agreement", "check_sampler", "barrier")
+    nothing = ("save_checkpoint", "save_model", "check_agreement", "barrier")
     replaced = {name: lambda *_: None for name in nothing} | dict(
-        load_data=lambda *_: (rows, []), probe=passing_probe,
-        batch_rows=lambda step, rows, *_: rows, process_count=lambda: args.processes,
+        load_data=lambda *_: (rows, []), error_of=passing_error,
+        rows_in_order=lambda rows, *_: rows, process_count=lambda: args.processes,
         all_gather=lambda mine: [mine] * args.processes,
         __getitem__=lambda cache, key: np.zeros(len(key[1]), np.float32),  # other processes have scored most rows
         load_rewards=lambda *_: [("zero", lambda completions, **_: [0.0] * len(completions), 1.0)])
-    if not args.graph:
-        replaced["can_record"] = lambda core: False
     if args.compile:
         replaced["log_softmax_at"] = gpu.compile(refcache.log_softmax_at)
     with contextlib.ExitStack() as stack, contextlib.ExitStack() as step:
@@ -198,19 +193,15 @@ def run_trl(args: Args, flags: list[str], folder: str) -> list[tuple]:
 
 
 def report(args: Args, flags: list[str]):
-    *found, (_, said) = run(args, flags)
+    found = run(args, flags)
     for name, phase in found:
         counts, seconds = phase.counts, phase.seconds
         print(f"| {' '.join([args.what, *flags])} | {name} | {counts['kernels']:,} | {len(phase.waits)} "
               f"| {1e3 * seconds:,.1f} | {counts['seconds'] / seconds:.0%} "
-              f"| {counts['flops'] / seconds / GPUS[args.gpu][1] / 1e12:.0%} | {phase.before / 1e9:.2f} "
+              f"| {counts['flops'] / seconds / GPUS[args.gpu][0] / 1e12:.0%} | {phase.before / 1e9:.2f} "
               f"| {phase.peak / 1e9:.2f} |", flush=True)
-    if args.tiny:
-        return
-    print("", *said, sep="\n")
-    if args.what == "rloo" and args.graph:
-        eager = run(replace(args, graph=False), flags)
-        print(f"a rollout takes {token_ms(found):.1f} ms per token, without the CUDA graph {token_ms(eager):.1f}")
+    if args.what == "rloo" and not args.tiny:
+        print(f"a rollout takes {token_ms(found):.1f} ms per token")
 
 
 def token_ms(found: list[tuple]) -> float:
@@ -223,7 +214,7 @@ def cards(args: Args):
     print(f"| model | GPUs | flags | loading GB | step GB | ms on {args.gpu} |\n" + "|---" * 6 + "|", flush=True)
     for model in ("Qwen3-0.6B", "Qwen2.5-1.5B", "Qwen3-8B"):
         for processes, flags in ((1, ["--lora_r", "16"]), (1, []), (8, [])):
-            for more in (["--gradient_checkpointing", "off"], ["--gradient_checkpointing", "on"]):
+            for more in ([], ["--gradient_checkpointing"]):
                 found = run_fresh(replace(args, what="dpo", model=model, processes=processes), flags + more)
                 loading, step = loading_and_step(found)
                 print(f"| {model} | {processes} | {' '.join(flags + more)} | {loading / 1e9:.1f} "
@@ -232,7 +223,7 @@ def cards(args: Args):
     print(f"\n| model | flags of rloo.py | loading GB | rollout GB | step GB | rollout ms per token | step ms "
           f"on {args.gpu} |\n" + "|---" * 7 + "|", flush=True)
     for model, flags in (("Qwen3-0.6B", ["--k", "8"]), ("Qwen2.5-1.5B", ["--k", "8"]),
-                         ("Qwen3-8B", ["--k", "4", "--lora_r", "16", "--gradient_checkpointing", "on"])):
+                         ("Qwen3-8B", ["--k", "4", "--lora_r", "16", "--gradient_checkpointing"])):
         found = run_fresh(replace(args, what="rloo", model=model, tokens=4096, median=512), flags)
         loading, step = loading_and_step(found)
         print(f"| {model} | {' '.join(flags)} | {loading / 1e9:.1f} | {dict(found)['rollout'].peak / 1e9:.1f} "

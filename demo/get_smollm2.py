@@ -38,7 +38,12 @@ def convert(gguf: Path, folder: Path):
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name,
         quantization_config=GgufConfig(dequantize=True))  # a model with 4-bit weights could not be trained or saved
-    tokenizer.model_max_length = model.config.max_position_embeddings  # the GGUF file names it for the model only
+
+    # The file does not tell the tokenizer its context length, and transformers 5.17 takes <|im_start|> for EOS.
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"  # as in the hub's folder
+    tokenizer.clean_up_tokenization_spaces = False
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
 
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)

@@ -48,13 +48,17 @@ def grpo(batch):
     return loss / sum(map(len, batch))
 
 
-def over_tokens(gain):
+def tis_weight(y):
+    return min(2.0, torch.exp(sum(y.old - y.sampler)))
+
+
+def over_tokens(gain, weight_of=lambda y: 1.0):
     """The mean over the tokens of a batch's samples with a reward, with GRPO's advantages."""
     def loss(batch):
         total = 0
         for prompt in batch:
             for y, advantage in zip(prompt, with_std([y.reward for y in prompt])):
-                total = total - gain(y.logp, torch.exp(y.logp - y.old), advantage).sum()
+                total = total - gain(y.logp, torch.exp(y.logp - y.old), advantage).sum() * weight_of(y)
         return total / tokens_of(batch)
     return loss
 
@@ -122,15 +126,19 @@ def online_dpo(batch):
     return sum(losses) / len(batch)
 
 
+def dapo_gain(logp, r, advantage):
+    return clipped(r, advantage, 0.2, 0.28)
+
+
 FORMULAS = {
     "grpo": grpo, "online_dpo": online_dpo, "reinforce_pp": reinforce_pp,
-    "dapo": over_tokens(lambda a, r, advantage: clipped(r, advantage, 0.2, 0.28)),
+    "dapo": over_tokens(dapo_gain), "dapo+tis": over_tokens(dapo_gain, tis_weight),
     "cispo": over_tokens(lambda a, r, advantage: r.clamp(max=1.2).detach() * advantage * a),
     "dr_grpo": over_samples(lambda prompt: centered(penalized(prompt)), lambda y: torch.exp(y.logp - y.old),
                             lambda y: 1 / 6),
     "gspo": over_samples(lambda prompt: centered(penalized(prompt), lambda known: pstdev(known) + 1e-4),
                          lambda y: torch.exp((y.logp - y.old).mean())),
     "max_rl": over_samples(max_rl_advantages),
-    "tis": over_samples(rloo_advantages, weight_of=lambda y: min(2.0, torch.exp(sum(y.old - y.sampler)))),
+    "tis": over_samples(rloo_advantages, weight_of=tis_weight),
     "mini_batches": over_samples(rloo_advantages),
 }

@@ -23,7 +23,7 @@ def code_of(page, number=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line, row", [
-    ("logprobs --tiny", "| 200 | full | "), ("padding --tiny", "| here | 1.00 |"),
+    ("logprobs --tiny", "| 50 | 2 | 4:1 | "), ("padding --tiny", "| here | 1.00 |"),
     (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | "),
     ("against_trl --tiny", "| reference | trl + cache | "), ("gpu --tiny", "| dpo | trl | "),
     ("simulate trl --model tiny --tokens 1000 --median 20", "| trl | step | "),
@@ -32,6 +32,30 @@ def test_benchmark_prints_rows(line, row):
     if "trl" in row or "| yes" in row or "| no" in row:
         pytest.importorskip("trl")
     assert row in start(*line.split())
+
+
+@pytest.mark.slow
+def test_comparison_of_a_real_model_gives_losses_rewards_and_a_picture(tmp_path):
+    """Here with the demo's model. The losses of both sides are equal."""
+    pytest.importorskip("trl")
+    pytest.importorskip("matplotlib")
+    line = {"prompt": "\n\nHuman: what is it?\n\nAssistant:", "chosen": " a kitchen", "rejected": " the garden"}
+    (tmp_path / "hh.jsonl").write_text("".join(json.dumps(line | {"chosen": f" a {n}"}) + "\n" for n in range(4)))
+    start("against_trl", "--model", f"{ROOT}/demo/model", "--data", tmp_path / "hh.jsonl", "--tiny",
+          "--results", tmp_path / "found.json")
+
+    results = json.loads((tmp_path / "found.json").read_text())
+    assert list(results) == ["dpo", "kto", "rloo 16+4, k=2", "rloo sums, k=2"]
+    for work in ("dpo", "kto"):
+        (ours,), (theirs,) = results[work]["refcache"], results[work]["trl"]
+        assert len(ours["steps"]) == 2 and ours["reference"] > 0
+        assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-4)
+    for side in ("refcache", "trl"):
+        (run,) = results["rloo sums, k=2"][side]
+        assert len(run["rewards"]) == 2 and [step for step, _ in run["held_out"]] == [0, 2]
+
+    table = start("plot", tmp_path / "found.json", "--out", tmp_path / "curves.png")
+    assert "| rloo sums, k=2 | " in table and (tmp_path / "curves.png").exists()
 
 
 @pytest.mark.slow
@@ -57,7 +81,7 @@ def test_cache_becomes_columns_and_a_cache_again(tmp_path):
     datasets = pytest.importorskip("datasets")
     groups = [((5, 6), [(7, 8), (9,)]), ((5,), [(7,), (8, 9, 10)])]
     cache, names = ReferenceCache(reference="a"), {}
-    cache.score(load(), groups)
+    cache.compute(load(), groups)
     exec(code_of("trl.md", 2), names)
 
     rows = [dict(prompt_ids=x, chosen_ids=w, rejected_ids=l) for x, (w, l) in groups]

@@ -1,11 +1,9 @@
 """ReferenceCache: exact, small, shared by jobs, safe against kills and against damaged or hostile files."""
-import fcntl
 import functools
 import hashlib
 import os
 import pickle
 import random
-import threading
 import weakref
 from itertools import product
 from types import SimpleNamespace
@@ -64,9 +62,8 @@ def test_holds_the_log_probs_of_every_completion(whole):
 
 def test_unwritable_path_is_refused_before_scoring(tmp_path):
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file/cache.pkl", "/proc/cache.pkl"):  # a lock in /proc would be waited for
-        with bad_input(f"{path} cannot be written"):
-            ReferenceCache(**HEADER).fill(None, GROUPS, path=path)
+    with pytest.raises(OSError):
+        ReferenceCache(**HEADER).fill(None, GROUPS, path=tmp_path / "file/cache.pkl")
 
 
 def test_prompt_of_several_groups_is_encoded_once_and_nothing_is_padded():
@@ -120,7 +117,7 @@ def test_interrupted_pass_continues_where_another_job_has_scored_some(path):
     continued = loaded(path)
     assert 12 < len(continued) < len(whole)
     continued.fill(watched(rest), groups, 20, path=path)
-    assert first[:-1] + rest == truth  # the last one was begun before the one before it was kept
+    assert first + rest == truth
     assert equal(continued, whole) and equal(loaded(path), whole)
 
 
@@ -130,43 +127,22 @@ def test_a_pass_saves_every_minute_and_at_most_a_tenth_of_its_time(path, monkeyp
     clock = SimpleNamespace(now=0, monotonic=lambda: clock.now)
     saved = []
 
-    def save(cache, path):
-        clock.now += seconds
-        saved.append(len(cache))
+    def after(seconds, function):
+        def slow(*inputs):
+            clock.now += seconds
+            return function(*inputs)
+        return slow
 
-    def slow_entries(*inputs, real=refcache.entries_of):
-        clock.now += 61
-        return real(*inputs)
     monkeypatch.setattr(refcache, "time", clock)
-    monkeypatch.setattr(ReferenceCache, "save", save)
-    monkeypatch.setattr(refcache, "entries_of", slow_entries)
+    monkeypatch.setattr(refcache, "entries_of", after(61, refcache.entries_of))
+    monkeypatch.setattr(ReferenceCache, "save", after(seconds, lambda cache, path: saved.append(len(cache))))
     ReferenceCache().fill(load_model, [(P, [(i,) for i in range(5)])], len(P) + 1, path)
-    assert saved == [*scored, 5]  # and at the end
-
-
-@parametrize("is_held", [False, True])
-def test_a_lock_that_another_job_holds_is_told(path, monkeypatch, capsys, is_held):
-    acquire = refcache.FileLock.acquire
-    monkeypatch.setattr(refcache.FileLock, "acquire", lambda lock, timeout=None: acquire(lock, timeout and 0.05))
-    other = open(f"{path}.lock", "w")
-    if is_held:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        threading.Timer(0.2, other.close).start()
-    with refcache.lock(path):
-        assert (f"waiting for {path}.lock" in capsys.readouterr().out) == is_held
-
-
-def test_a_log_shows_no_inner_bars(capsys):
-    for _ in refcache.progress_bar("ab", desc="outer"):
-        list(refcache.progress_bar("cd", desc="inner"))
-    list(refcache.progress_bar("ef", desc="next"))
-    shown = capsys.readouterr().err
-    assert "outer: 100%" in shown and "next: 100%" in shown and shown.count("\n") == 2 and "inner" not in shown
+    assert saved == [0, *scored, 5]  # also before the first forward, and at the end
 
 
 def test_two_jobs_share_a_file(path, whole):
     one = ReferenceCache(**HEADER)
-    one.score(make("llama", seed=1), GROUPS[:2])  # other numbers, to tell the jobs apart
+    one.compute(make("llama", seed=1), GROUPS[:2])  # other numbers, to tell the jobs apart
     first = one[Q, (44, 2)].copy()
     two = filled([(Q, [(5,), (44, 2)]), *GROUPS[2:]])
     assert not np.array_equal(two[Q, (44, 2)], first)
@@ -180,15 +156,9 @@ def test_two_jobs_share_a_file(path, whole):
 
 def test_a_pass_ends_with_the_numbers_of_the_job_that_saved_first(path):
     """A resumed run will read them."""
-    other = ReferenceCache(**HEADER)
-    other.score(make("llama", seed=1), GROUPS)
-    mine = ReferenceCache(**HEADER)
-
-    def load_late():
-        other.save(path)  # after this job has found no file
-        return load_model()
-
-    mine.fill(load_late, GROUPS, path=path)
+    other, mine = ReferenceCache(**HEADER), ReferenceCache(**HEADER)
+    other.compute(make("llama", seed=1), GROUPS)
+    mine.fill(lambda: other.save(path) or load_model(), GROUPS, path=path)  # after it has found no file
     assert equal(mine, other) and equal(loaded(path), other)
 
 
@@ -211,22 +181,10 @@ def refused(path):
     assert not cache.table
 
 
-def forged(prompt=b"1234", logps=b"\0" * 4, pickled=None, **header):
+def forged(pickled):
     """A file with a true checksum."""
-    pickled = pickled or pickle.dumps({prompt: {b"5678": logps}}, 4)
-    header = ReferenceCache(**HEADER).header | header | dict(sha256=hashlib.sha256(pickled).hexdigest())
+    header = ReferenceCache(**HEADER).header | dict(sha256=hashlib.sha256(pickled).hexdigest())
     return refcache.json.dumps(header).encode() + b"\n" + pickled
-
-
-@parametrize("changes", [
-    dict(logps=b"\0" * 8), dict(pickled=b"\x80\x04}}}s."),
-    dict(prompt=b"123456"), dict(logps=b"\xff" * 4)],
-    ids=["lengths differ", "a dict as a key", "half a prompt token", "NaN"])
-def test_hostile_file_is_refused_in_one_line(path, changes):
-    path.write_bytes(forged())
-    assert len(loaded(path)) == 1  # it is refused for this change
-    path.write_bytes(forged(**changes))
-    refused(path)
 
 
 def test_hostile_pickle_runs_nothing(tmp_path, path):
@@ -234,8 +192,10 @@ def test_hostile_pickle_runs_nothing(tmp_path, path):
         def __reduce__(self):
             return os.mkdir, (f"{tmp_path}/hacked",)
 
-    for protocol, payload in product(range(6), (Trap(), {b"1234": Trap()})):
-        path.write_bytes(forged(pickled=pickle.dumps(payload, protocol)))
+    path.write_bytes(forged(pickle.dumps({(b"1234", b"5678"): b"\0" * 4}, 4)))
+    assert len(loaded(path)) == 1
+    for protocol, payload in product(range(6), (Trap(), {(b"1234", b"5678"): Trap()})):
+        path.write_bytes(forged(pickle.dumps(payload, protocol)))
         refused(path)
     assert not (tmp_path / "hacked").exists()
 
@@ -285,4 +245,13 @@ def test_checkpoint_without_safetensors_has_no_digest(tmp_path):
     """Else all checkpoints of an architecture would use each other's caches."""
     make("llama").config.save_pretrained(tmp_path)
     with bad_input("safetensors"):
+        checkpoint_digest(tmp_path)
+
+
+def test_pointer_of_git_lfs_is_named(tmp_path):
+    """It is text. With a digest of it, all models of such a download would share one cache."""
+    save_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4665a5ea423c2713d436b5ee50593a9640e0018c\n")
+    with bad_input(f"{file} is not a whole safetensors file: download it again"):
         checkpoint_digest(tmp_path)

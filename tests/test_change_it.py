@@ -6,9 +6,9 @@ from types import ModuleType
 
 import pytest
 import torch
-from models import GROUPS, build, parametrize
-from runs import ROOT, arguments, load, without_speed
-from test_changes import apply
+from models import GROUPS, parametrize, ready
+from runs import ROOT, arguments, without_speed
+from test_changes import apply, needs_patch, resumed
 
 PAGE = (ROOT / "docs/change_it.md").read_text()
 IDIOMS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.S | re.M)
@@ -32,9 +32,9 @@ def test_statistic_over_the_whole_batch_in_any_micro_batches():
     assert seen[0] == pytest.approx(seen[1], abs=1e-5)
 
 
-@parametrize("kind", ["llama", "bloom"])  # the second cannot share prompts
-def test_full_logits_of_completions(kind):
-    model = load() if kind == "llama" else build("bloom", dict(vocab_size=120, hidden_size=32, n_layer=2, n_head=4))
+@parametrize("name", ["llama", "bloom-alibi"])  # the second cannot share prompts
+def test_full_logits_of_completions(name):
+    model = ready(name)
     logits = [model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1] for prompt, ys in GROUPS for ids in ys]
     expected = torch.distributions.Categorical(logits=torch.cat(logits)).entropy()
     found = changed(IDIOMS[1]).token_entropies(model, GROUPS)
@@ -43,25 +43,13 @@ def test_full_logits_of_completions(kind):
 
 def test_running_state_resumes_bitwise(monkeypatch):
     module = changed(IDIOMS[2])
-    flags = dict(steps=4, save_every=2, eval_every=None)
+    flags = dict(steps=4, save_every=2)
     whole = without_speed(module.main(arguments(**flags)))
     assert len({values["running_margin"] for values in whole[1:]}) == 4
-
-    args, batch_rows = arguments(**flags), module.batch_rows
-
-    def interrupted(step, *inputs):
-        if step == 4:
-            raise KeyboardInterrupt
-        return batch_rows(step, *inputs)
-
-    monkeypatch.setattr(module, "batch_rows", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        module.main(args)
-    monkeypatch.setattr(module, "batch_rows", batch_rows)
-    assert without_speed(module.main(args)) == whole
+    assert resumed(monkeypatch, module, arguments(**flags))[0] == whole
 
 
-@pytest.mark.skipif(not shutil.which("patch"), reason="needs patch(1)")
+@needs_patch
 def test_commands_of_the_page_make_scripts(tmp_path):
     for name in ("dpo.py", "rloo.py"):
         shutil.copy(ROOT / name, tmp_path)

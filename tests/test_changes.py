@@ -1,22 +1,22 @@
-"""changes/: each patch is applied to its script, and the result runs. Loss and gradient of each batch are those of a
-plain loop over rows."""
+"""changes/: each patch applies and runs. Loss and gradient of each batch are those of a plain loop over rows."""
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
-from functools import cache, partial
-from math import log
+from dataclasses import asdict, replace
+from functools import cache
+from math import log, nan
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 import tyro
-from models import bad_input, gradient, logps, parametrize, slow_but
-from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, tiny, weights_of, without_speed
+from models import bad_input, equal, gradient, logps, parametrize, slow_but
+from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, read, tiny, weights_of, without_speed
 from slow_losses import (
     alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, rpo, weighted,
     wpo)
@@ -25,21 +25,22 @@ from torch import tensor
 import dpo
 import refcache
 import rloo
-from refcache import log_ratios
 
 PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
-EACH_PATCH = parametrize("name", PATCHES)
 SLOW = pytest.mark.slow
+needs_patch = pytest.mark.skipif(not shutil.which("patch") or not shutil.which("git"), reason="needs patch(1) and git")
 MACHINERY = ["compile", "load_in_4bit", "vllm_rollouts"]  # these stack on all others
+UNDER_TIS = "grpo dr_grpo dapo gspo cispo reinforce_pp".split()
 SCRIPTS_OF = {name: [re.search(r"^--- (\w+)\.py$", patch, re.M)[1]] for name, patch in PATCHES.items()}
-SCRIPTS_OF |= {"compile": list(SCRIPTS), "load_in_4bit": list(SCRIPTS), "humanline": ["kto", "dpo"]}
+SCRIPTS_OF |= {"compile": list(SCRIPTS), "load_in_4bit": list(SCRIPTS)}
+SCRIPTS_OF |= {"humanline": ["kto", "dpo"], "tr_dpo": ["dpo", "kto"]}
 
 
 def apply(patch, text):
     for hunk in re.split(r"^@@ .*\n", patch, flags=re.M)[1:]:
         old, new = ("".join(line[1:] for line in hunk.splitlines(True) if line[0] in signs) for signs in (" -", " +"))
-        assert text.count(old) == 1, f"stands {text.count(old)} times in the script: {old}"
+        assert text.count(old) == 1, old
         text = text.replace(old, new)
     return text
 
@@ -52,7 +53,7 @@ def text_of(script, names):
 
 
 def changed(name, script=None):
-    """The module that a patch makes of a script. NAME+OTHER: with a patch of the machinery on top."""
+    """The module that a patch makes of a script. NAME+OTHER: with another patch on top."""
     return patched(name, script or SCRIPTS_OF[name.split("+")[0]][0])
 
 
@@ -63,7 +64,7 @@ def patched(name, script):
     exec(compile(text_of(script, name.split("+")), name, "exec"), vars(module))
     module.enable_shared_prompts = SCRIPTS[script].enable_shared_prompts
     if "load_in_4bit" not in name:
-        module.load_checkpoint = SCRIPTS[script].load_checkpoint
+        module.AutoModelForCausalLM = SCRIPTS[script].AutoModelForCausalLM
     return module
 
 
@@ -75,9 +76,9 @@ def run_patch(script, name, out):
 
 
 @parametrize("name", slow_but(MACHINERY, PATCHES))
-@pytest.mark.skipif(not shutil.which("patch") or not shutil.which("git"), reason="needs patch(1) and git")
-def test_patch_applies_to_each_of_its_scripts_and_the_machinery_stacks_on_it(name, tmp_path):
-    """In the other order two patches give the same text, so no part went to a wrong place. git takes a patch, too."""
+@needs_patch
+def test_patch_applies_to_each_of_its_scripts_and_others_stack_on_it(name, tmp_path):
+    """In the other order two patches give the same text: no part went to a wrong place. git takes a patch, too."""
     subprocess.run(["git", "apply", "-p0", "--check", f"changes/{name}.patch"], cwd=ROOT, check=True)
     one = tmp_path / "one.py"
     for script in SCRIPTS_OF[name]:
@@ -87,9 +88,11 @@ def test_patch_applies_to_each_of_its_scripts_and_the_machinery_stacks_on_it(nam
                 both = run_patch(one, other, tmp_path / "both.py")
                 compile(both, f"{name}+{other}", "exec")
                 assert both == text_of(script, [other, name])
+        if name in UNDER_TIS:
+            assert run_patch(one, "tis", tmp_path / "both.py") == text_of(script, [name, "tis"])
 
 
-@EACH_PATCH
+@parametrize("name", PATCHES)
 def test_patch_and_table_agree(name):
     header, _, diff = PATCHES[name].partition("--- ")
     assert header.count("\n") == 3 and max(map(len, header.splitlines())) <= 120
@@ -142,62 +145,110 @@ def run(name, script=None, **flags):
 
 # --- All three scripts
 
-def test_compile_covers_norms_mlps_and_the_log_softmax(monkeypatch):
-    compiled = []
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, dynamic: compiled.append(type(self).__name__))
-    monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function.__name__) or function)
-    module = changed("compile")
-    module.compile_log_softmax.cache_clear()
-    for trains in (True, False):
-        module.load_model(tiny(), "cpu", module.Args(dtype="float32"), trains)
-    assert sorted(compiled) == 2 * ["LlamaMLP"] + 6 * ["LlamaRMSNorm"] + ["log_softmax_at"]
-
-
 @SLOW
 @parametrize("name, flags", [
-    ("humanline", dict(lora_r=4, gradient_checkpointing="on")), ("tis", {}), ("reward_model", {})])
+    ("sft", dict(lora_r=4, gradient_checkpointing=True)), ("tis", {}), ("reward_model", {})])
 def test_compiled_runs_of_each_script_equal_others(monkeypatch, name, flags):
+    compiled, compile_module = set(), torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: (
+        compiled.add(type(module).__name__), compile_module(module, **options)))
     monkeypatch.setattr(refcache, "log_softmax_at", refcache.log_softmax_at)  # as before, after the test
     changed(f"{name}+compile").compile_log_softmax.cache_clear()
     one, other = (without_speed(run(patches, steps=2, **flags)[0]) for patches in (name, f"{name}+compile"))
-    assert hasattr(refcache.log_softmax_at, "get_compiler_config")
-    for values, compiled in zip(one, other, strict=True):
-        assert values == pytest.approx(compiled, rel=1e-4, abs=1e-5)
+    assert hasattr(refcache.log_softmax_at, "get_compiler_config") and compiled == {"LlamaMLP", "LlamaRMSNorm"}
+    for values, theirs in zip(one, other, strict=True):
+        assert values == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
 @SLOW
-@parametrize("name", ["load_in_4bit", "humanline+load_in_4bit", "grpo+load_in_4bit"])
+@parametrize("name", ["load_in_4bit", "grpo+load_in_4bit"])
 def test_policy_and_reference_in_4_bits_are_equal_at_step_1(name):
     """Also when the saved adapter is loaded, its base is in 4 bits. The header of a cache says so."""
     bitsandbytes, _ = map(pytest.importorskip, ("bitsandbytes", "peft"))
     history, args = run(name, steps=2, lora_r=4, dtype="bfloat16")
-    layers = changed(name).load_model(f"{args.out}/model", "cpu", args, trains=True).modules()
-    quantized = [layer for layer in layers if isinstance(layer, bitsandbytes.nn.Linear4bit)]
-    assert quantized and all(layer.weight.quant_state.quant_type == "nf4" for layer in quantized)
+    weights = changed(name).load_model(f"{args.out}/model", "cpu", args, trains=True).parameters()
+    assert {x.quant_type for x in weights if isinstance(x, bitsandbytes.nn.Params4bit)} == {"nf4"}
     assert abs(history[1]["kl" if "grpo" in name else "logratio"]) <= 1e-6 and history[2]["grad_norm"] > 0
     assert "grpo" in name or b" in NF4" in Path(args.out, "reference_logprobs.pkl").read_bytes()
 
 
-@parametrize("processes, flags", [(1, {}), (2, dict(lora_r=4))])
-def test_load_in_4bit_needs_an_adapter_and_one_process(monkeypatch, processes, flags):
-    monkeypatch.setattr(changed("load_in_4bit"), "process_count", lambda: processes)
-    with bad_input("adapter.* one process"):
-        run("load_in_4bit", **flags)
+@parametrize("name, flags, words", [
+    ("load_in_4bit", {}, "an adapter.* one process"), ("reward_model", dict(lora_r=4), "all its weights"),
+    ("tr_dpo", dict(ref="live", sync_reference=2), "--ref swap"), ("humanline", {}, "--ref swap"),
+    ("tr_rloo", dict(ref="live", sync_reference=2), "--ref swap"), ("iterative_dpo", dict(ref="swap"), "--score")])
+def test_misuse_is_refused(name, flags, words):
+    with bad_input(words):
+        run(name, **flags)
 
 
-# --- Single answers
+# --- Moving references, and other state
 
 @parametrize("script, loss", [("kto", 0.5), ("dpo", log(2))])
 def test_humanline_clamps_log_ratios_and_copies_before_the_update(monkeypatch, script, loss):
     module, calls = changed("humanline", script), []
-    sync, step = refcache.Swap.sync, torch.optim.AdamW.step
-    assert module.log_ratios.keywords == {"clamp": (-1.0, 1.5)}  # in nats
-    monkeypatch.setattr(module, "log_ratios", partial(log_ratios, clamp=(0.0, 0.0)))
-    monkeypatch.setattr(refcache.Swap, "sync", lambda *inputs: calls.append("sync") or sync(*inputs))
+    copy, step = module.copy_policy, torch.optim.AdamW.step
+    assert module.HUMANLINE == (-1.0, 1.5)  # in nats
+    monkeypatch.setattr(module, "HUMANLINE", (0.0, 0.0))
+    monkeypatch.setattr(module, "copy_policy", lambda reference: calls.append("copy") or copy(reference))
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *inputs: calls.append("step") or step(*inputs))
-    history, _ = run("humanline", script, ref="swap", sync_reference=1)
-    assert calls[1:] == 3 * ["sync", "step"]  # the first step makes the optimizer's state
+    history, _ = run("humanline", script, ref="swap")
+    assert calls[1:] == 3 * ["copy", "step"]  # the first step makes the optimizer's state
     assert [values["loss"] for values in history[1:]] == pytest.approx(3 * [loss])
+
+
+def resumed(monkeypatch, module, args):
+    """The history of a run that is killed after its first checkpoint, and begun again."""
+    save_checkpoint = module.save_checkpoint
+
+    def save_and_die(*inputs):
+        save_checkpoint(*inputs)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "save_checkpoint", save_and_die)
+        module.main(args)
+    saved = weights_of(f"{args.out}/resume-2")
+    return without_speed(module.main(args)), saved
+
+
+MOVING = dict(ref="swap", sync_reference=2, sync_mix=0.6)
+
+
+@parametrize("name, script, flags", [
+    ("tr_dpo", "kto", MOVING), ("tr_dpo", "dpo", MOVING | dict(dtype="bfloat16")),  # DTensors
+    ("tr_rloo", "rloo", MOVING), ("humanline", "kto", dict(ref="swap")), ("ema", "dpo", {}),
+    ("iterative_dpo", "dpo", dict(ref="swap", sync_reference=2, score=f"{ROOT}/demo/score.py:success"))])
+def test_resumed_run_has_the_same_bits(monkeypatch, name, script, flags):
+    """And the reference has moved at step 2."""
+    whole, args = run(name, script, save_every=2, **flags)
+    again = replace(args, out=f"{args.out}-again")
+    history, saved = resumed(monkeypatch, changed(name, script), again)
+    assert history == without_speed(whole)
+    assert equal(weights_of(f"{again.out}/model"), weights_of(f"{args.out}/model"))
+
+    for number, (name, first) in enumerate(load().state_dict().items() if "sync_mix" in flags else ()):
+        assert torch.allclose(saved[f"reference.{number}"], 0.6 * saved[name] + 0.4 * first, atol=1e-6)
+
+
+def test_ema_saves_the_average():
+    args, (_, averaged) = arguments(steps=1), run("ema", steps=1, ema=0.3)
+    dpo.main(args)
+    first, last, average = map(weights_of, (tiny(), f"{args.out}/model", f"{averaged.out}/model"))
+    assert all(torch.allclose(average[name], 0.7 * first[name] + 0.3 * last[name], atol=1e-6) for name in first)
+
+
+@SLOW
+def test_reference_moves_in_any_number_of_processes(tmp_path):
+    """Two until step 2, one until step 3, and two until the end give the run of one."""
+    whole, args = run("tr_dpo", steps=4, batch_size=5, save_every=1, **MOVING)
+    text = text_of("dpo", ["tr_dpo"]).replace("progress.set_postfix(", "step == STOP and sys.exit()\n        dict(")
+    text = re.sub(r"tyro\.cli\(.*\)\)", f"Args(**{vars(args) | dict(out=str(tmp_path))}))", text)
+    for stop, processes in ((2, 2), (3, 1), (9, 2)):
+        (tmp_path / "my.py").write_text(text.replace("STOP", str(stop)))
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
+                        "my.py"], cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    for mine, theirs in zip(*map(without_speed, (read(tmp_path / "metrics.jsonl"), whole)), strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-4)
 
 
 # --- Pairs
@@ -207,16 +258,16 @@ def add_columns(monkeypatch, name):
     encode = changed(name).encode
 
     def with_columns(*inputs):
-        for prompt, sequences, begins, columns in encode(*inputs):
-            w, l = ([t % 3 for t in range(len(ids) - min(begins))] for ids in sequences)
-            yield prompt, sequences, begins, columns | {
-                "chosen_weights": w, "rejected_weights": l, "chosen_reward": sum(w) / 9, "rejected_reward": "0.2"}
+        row = encode(*inputs)
+        w, l = ([t % 3 for t in range(len(y))] for y in (row.chosen, row.rejected))
+        return row._replace(columns=row.columns | {
+            "chosen_weights": w, "rejected_weights": l, "chosen_reward": sum(w) / 9, "rejected_reward": "0.2"})
 
     monkeypatch.setattr(changed(name), "encode", with_columns)
 
 
 @parametrize("name, formula, flags", [
-    ("orpo", orpo, {}), ("alpha_po", alpha_po, {}), ("wpo", wpo, {}),
+    ("orpo", orpo, {}), ("alpha_po", alpha_po, dict(loss=("simpo",))), ("wpo", wpo, {}),
     ("dpop", dpop, dict(model=tiny(1), ref_model=tiny())),  # else the sign of a ratio of 0 is rounding
     ("ld_dpo", weighted(lambda t, shorter: 1 if t < shorter else 0.5), {}),
     # Without the constant of f' these two losses would be others.
@@ -228,8 +279,8 @@ def add_columns(monkeypatch, name):
     ("token_weights", weighted(lambda t, shorter: t % 3), {}),
     ("token_weights", lambda w, *_: -(torch.arange(len(w)) % 3 * w).mean(), dict(loss=("sft",))),
     ("rpo", rpo(lambda m, d: coins(m, 2 * d)), dict(distance="fwd_kl", rpo_eta=2.0)),
-    pytest.param("rpo", rpo(lambda m, d: coins(d, m)), {}, marks=SLOW),
-    ("aot", "aot", dict(tokens_per_forward=1)),  # the whole batch is compared in each micro-batch
+    ("rpo", rpo(lambda m, d: coins(d, m)), {}),
+    ("aot", "aot", dict(tokens_per_forward=1, loss=("aot",))),  # the whole batch is compared in each micro-batch
     ("aot", "aot_unpaired", dict(tokens_per_forward=1, loss=("aot_unpaired",)))])
 def test_loss_of_pairs(monkeypatch, name, formula, flags):
     add_columns(monkeypatch, name)
@@ -239,58 +290,31 @@ def test_loss_of_pairs(monkeypatch, name, formula, flags):
     assert len(losses) == 2
 
 
-def test_orpo_loads_no_reference():
-    assert changed("orpo").resolve(changed("orpo").Args(model=tiny(), data="x")).ref == "none"
-
-
-def test_iterative_dpo_trains_on_answers_of_its_reference(monkeypatch):
+def test_iterative_dpo_pairs_the_best_and_the_worst_of_four_answers_of_its_reference(monkeypatch):
+    """An answer ends with the stop token that was sampled. One of four has no score."""
     module, reference, drawn = changed("iterative_dpo"), load(model_with_many_ends()), []
-    generate = module.generate
+    generate, stops = module.generate, reference.generation_config.eos_token_id
 
-    def watched_generate(model, *inputs):
+    def watched_generate(model, tokenizer, prompts, *inputs, **options):
         reference.load_state_dict(model.state_dict())
-        drawn.append(generate(model, *inputs))
-        return drawn[-1]
+        drawn[:] = zip(prompts, generate(model, tokenizer, prompts, *inputs, **options))
+        return [y for _, y in drawn]
 
     def slow_loss(policy, rows, *_):
-        assert all(y in drawn[-1] or y[:-1] in drawn[-1] for row in rows for y in (row.chosen, row.rejected))
+        assert [(row.prompt, row.chosen) for row in rows] == drawn[3::4]
+        assert [(row.whole_prompt, row.rejected) for row in rows] == drawn[1::4]
+        assert all(y[-1] in stops or len(y) == 6 for _, y in drawn) and len({y[-1] for _, y in drawn} & {*stops}) > 1
         return of_pairs(plain, reference)(policy, rows)
 
     monkeypatch.setattr(module, "generate", watched_generate)
+    monkeypatch.setattr(module, "score_answers", lambda score, rows, *_: [0.5, 0.0, nan, 1.0] * (len(rows) // 4))
     losses = watch(monkeypatch, "iterative_dpo", slow_loss)
-    run("iterative_dpo", model=model_with_many_ends(), beta=0.3, max_new_tokens=6, score=arguments("rloo").reward[0],
-        ref="swap", sync_reference=2)
+    run("iterative_dpo", model=model_with_many_ends(), beta=0.3, max_new_tokens=6, ref="swap", sync_reference=2,
+        score=f"{ROOT}/demo/score.py:success")
     assert [abs(loss - log(2)) < 1e-5 for loss, _ in losses] == [True, False, True]
 
 
-def test_iterative_dpo_pairs_the_best_and_the_worst_of_four_answers(monkeypatch):
-    """Those without a score are left out. An answer that was not cut off ends with EOS."""
-    module, eos = changed("iterative_dpo"), TOKENIZER.eos_token_id
-    monkeypatch.setattr(module, "generate", lambda *_: [(n,) if n != 2 else (2, 2) for n in range(8)])
-    rows = [dpo.Row((8,), (), (), (8,), {"prompt": "?"}), dpo.Row((9,), (), (), (9,), {"prompt": "?", "truth": 1})]
-
-    def score(truth, **_):
-        assert truth == 4 * [None] + 4 * [1]  # the columns of all rows
-        return [None, 1.0, 2.0, None] + 4 * [None]
-
-    pairs = module.draw_pairs(None, TOKENIZER, rows, score, module.Args(score="by hand", max_new_tokens=2))
-    assert [row[:3] for row in pairs] == [((8,), (2, 2), (1, eos)), ((9,), (4, eos), (4, eos))]
-
-
-@SLOW
-def test_ema_saves_the_average():
-    steps = [weights_of(tiny())]
-    for n in (1, 2):
-        args = arguments(steps=n, schedule="constant")
-        dpo.main(args)
-        steps.append(weights_of(f"{args.out}/model"))
-    _, args = run("ema", steps=2, schedule="constant", ema=0.3)
-    for name, average in weights_of(f"{args.out}/model").items():
-        expected = 0.49 * steps[0][name] + 0.21 * steps[1][name] + 0.3 * steps[2][name]
-        assert torch.allclose(average, expected, atol=1e-6)
-
-
-def test_reward_model_learns_and_scores_in_rloo_where_the_page_says(monkeypatch, tmp_path):
+def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
     def score(model, ids):
         return model(tensor([ids])).logits[0, 0]
 
@@ -298,19 +322,18 @@ def test_reward_model_learns_and_scores_in_rloo_where_the_page_says(monkeypatch,
         margins = [score(model, row.prompt + row.chosen) - score(model, row.prompt + row.rejected) for row in rows]
         return sum(map(dpo_loss, margins)) / len(rows)
 
-    module, losses = changed("reward_model"), watch(monkeypatch, "reward_model", slow_loss)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "reward_model.py").write_text(text_of("dpo", ["reward_model"]))
-    monkeypatch.setattr(module, "__file__", str(tmp_path / "reward_model.py"))
-    _, args = run("reward_model", steps=2, samples=64, out=None)  # it can write no answers
-    folder = re.search(r"then `rloo\.py --reward_model (\S+)`", TABLE["reward_model"])[1]
-    judge = rloo.RewardModel(folder, "cpu", rloo.Args())
+    losses = watch(monkeypatch, "reward_model", slow_loss)
+    assert re.search(r"`rloo\.py --reward_model (\S+)/model`.* --out \1`", TABLE["reward_model"])
+    _, args = run("reward_model", steps=2, samples=64)  # it can write no answers
+    judge = rloo.RewardModel(f"{args.out}/model", "cpu", rloo.Args())
 
     rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args(score="keeps the columns"))
     prompts, answers = ([row.columns[name] for row in rows] for name in ("prompt", "chosen"))
     expected = [score(judge.model, row.prompt + row.chosen).item() for row in rows]
     assert judge(prompts, answers, [True] * 12) == pytest.approx(expected, abs=1e-5) and len(losses) == 2
 
+
+# --- Single answers
 
 def test_sft_is_a_mean_over_tokens(monkeypatch):
     def slow_loss(policy, rows, *_):
@@ -322,8 +345,7 @@ def test_sft_is_a_mean_over_tokens(monkeypatch):
 
 
 def test_sft_leaves_out_undesirable_answers(tmp_path):
-    rows = [dict(completion="a"), dict(completion="b", label=True), dict(completion="c", label=False),
-            dict(chosen="d", rejected="e")]
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row | dict(prompt="?")) for row in rows))
-    rows = changed("sft").load_rows(f"{tmp_path}/rows.jsonl", TOKENIZER, changed("sft").Args(model=tiny()))
-    assert [TOKENIZER.decode(row.completion[:-1]) for row in rows] == ["a", "b", "d"]
+    rows = [dict(completion="a"), dict(completion="b", label=False), dict(chosen="c", rejected="d")]
+    (tmp_path / "rows.json").write_text(json.dumps([row | dict(prompt="?") for row in rows]))
+    rows = changed("sft").load_rows(f"{tmp_path}/rows.json", TOKENIZER, changed("sft").Args())
+    assert [TOKENIZER.decode(row.completion[:-1]) for row in rows] == ["a", "c"]

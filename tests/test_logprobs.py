@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import (
-    GROUPS, MODELS, ON_CUDA, P, SAMPLES, SMALL, bad_input, build, flat, make, parametrize, ready, slow, slow_but,
+    GROUPS, MODELS, ON_CUDA, P, SAMPLES, SMALL, bad_input, build, make, parametrize, ready, slow, slow_but,
     values_and_gradients)
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import refcache
@@ -184,15 +184,13 @@ def test_other_scores_get_padded_rows(monkeypatch, capsys, keyword):
     assert "softcapped scores" in capsys.readouterr().out
 
 
-def test_mask_of_longer_rows_ends_sharing(monkeypatch, capsys):
+def test_mask_of_longer_rows_is_refused(monkeypatch):
     use_attention(monkeypatch, lambda shared, module, query, key, value, mask, **kwargs: shared(
-        module, query, key, value, mask if key.shape[2] < 80 else key.new_ones(1), **kwargs))
-    groups = [(P * 20, GROUPS[0][1]), *GROUPS]
+        module, query, key, value, mask if key.shape[2] < 120 else key.new_ones(1), **kwargs))
     model = make("llama")
-    assert enable_shared_prompts(model)  # the rows of the probe are shorter
-    assert_close([flat(completion_logprobs(model, groups))], [flat(slow(make("llama"), groups))])
-    assert not has_shared_prompts(model)
-    assert "masks more than the future" in capsys.readouterr().out
+    assert enable_shared_prompts(model)  # the rows of the test are shorter
+    with bad_input("masks more than the future"):
+        completion_logprobs(model, [(P * 20, GROUPS[0][1])])
 
 
 def test_a_layer_that_is_not_told_its_window_shares_nothing(monkeypatch):
@@ -213,16 +211,12 @@ def test_model_whose_logits_are_nan_is_refused():
 
 
 def test_bidirectional_model_is_refused():
-    """Even as it is initialized, where later tokens change log-probs by 2e-4 nats only."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **SMALL, is_decoder=False)).eval()
     with bad_input("causal"):
-        enable_shared_prompts(model)
+        enable_shared_prompts(build("bert", dict(SMALL, is_decoder=False)))
 
 
 @parametrize("prompt, completions, words", [
     ((), [(5,)], "without tokens"), (P, [()], "without tokens"), (P, [], "without tokens"),
-    ((5, 97), [(5,)], "97 embeddings"), (P, [(5,), (97,)], "97 embeddings"),
     (P * 36, [(5,) * 4, (5,) * 5], "257 tokens")])
 def test_group_outside_the_model_is_refused(prompt, completions, words):
     with bad_input(words):
@@ -230,10 +224,14 @@ def test_group_outside_the_model_is_refused(prompt, completions, words):
 
 
 ROPE = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
+DEFAULT = dict(rope_type="default", rope_theta=1e4)
+LONGROPE = ROPE | dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
 
 
 @parametrize("model_type, config, length", [
-    ("llama", dict(SMALL, rope_parameters=ROPE), 64),
+    ("llama", dict(SMALL, rope_parameters=ROPE), 64), ("llama", dict(SMALL, rope_parameters=LONGROPE), 64),
+    ("llama", dict(SMALL, rope_parameters=ROPE | dict(rope_type="linear")), 256),
+    ("gemma3_text", dict(SMALL, rope_parameters=dict(full_attention=LONGROPE, sliding_attention=DEFAULT)), 64),
     ("deepseek_v32", dict(index_topk=70), 70), ("doge", dict(keep_window_size=70), 70),
     ("mamba", {}, float("inf"))])
 def test_context_length_by_hand(model_type, config, length):

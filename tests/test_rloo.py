@@ -1,7 +1,5 @@
 """rloo.py: advantages and gradients by hand, rewards, training against a slow loop of two models, samples."""
-import json
 import math
-from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,13 +12,12 @@ from models import SMALL, bad_input, logps, parametrize
 from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, read, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
 from torch import tensor
-from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForSequenceClassification)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import rloo
 from rloo import (
-    Args, RewardModel, Row, Samples, batch_rows, compute_rewards, leave_one_out, learning_rate, main, policy_loss,
-    rollout)
+    Args, RewardModel, Row, Samples, compute_rewards, leave_one_out, learning_rate, main, policy_loss, rollout,
+    rows_in_order)
 
 DEMO = dict(model=str(ROOT / "demo/model"), max_new_tokens=12)
 MODEL = model_with_many_ends()
@@ -66,7 +63,6 @@ def rolled():
             return drawn[-1]
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rloo, "check_sampler", lambda *inputs: None)
             patch.setattr(rloo, "rollout", spy)
             history = without_speed(main(args))
         steps = [samples for samples in drawn if len(samples.groups[0][1]) > 1]
@@ -106,28 +102,29 @@ def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
 
 
 def test_rewards_are_weighted():
-    total, means = score((lambda **c: [1.0, None, None, 4], 2.0), (lambda **c: [10, 20.0, None, None], 0.5))
+    async def later(**columns):
+        return [10, 20.0, None, None]
+
+    total, means = score((lambda **columns: tensor([1.0, NAN, NAN, 4]), 2.0), (later, 0.5))
     assert total.nan_to_num(-1).tolist() == [[7, 10], [-1, 8]]
     assert means == {"rewards/f0": 2.5, "rewards/f1": 15}
 
 
-def test_columns_come_once_per_sample_and_functions_may_change_them():
-    seen = []
-
-    def wild(**columns):
-        seen.append(deepcopy(columns))
-        columns["prompts"][0][0]["content"] = "changed"
-        columns["thing"][0].append("changed")
-        assert columns["prompts"][1] == x and columns["thing"][1] == [1], "samples of a prompt share nothing"
-        return [0.0] * 4
-
+def test_columns_come_once_per_sample():
+    seen = {}
     x, z = chat("a"), chat("b")
-    score((wild, 1.0), (wild, 1.0), rows=[dict(prompt=x, thing=[1]), dict(prompt=z, other=None)])
+    rows = [dict(prompt=x, thing=[1]), dict(prompt=z, thing=None)]
+    score((lambda **columns: seen.update(columns) or [0.0] * 4, 1.0), rows=rows)
     texts = [" soup", " tea", " bread", " cake"]
-    answers = [chat(text, "assistant") for text in texts]
-    assert seen[0] == seen[1] == dict(
-        prompts=[x, x, z, z], completions=answers, completion_ids=TOKENIZER(texts).input_ids,
-        ended=[True, False, True, True], thing=[[1], [1], None, None], other=[None] * 4)
+    assert seen == dict(
+        prompts=[x, x, z, z], completions=[chat(text, "assistant") for text in texts], thing=[[1], [1], None, None],
+        completion_ids=TOKENIZER(texts).input_ids, ended=[True, False, True, True])
+
+
+@parametrize("value", [{0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}, {1.0, 2.0, 3.0, 4.0}, "1234", [1.0], [0.0] * 8], ids=str)
+def test_what_is_no_list_of_numbers_is_refused(value):
+    with bad_input("f1 returned .*: expected 4 numbers or None"):
+        score((lambda **columns: [0.0] * 4, 1.0), (lambda **columns: value, 1.0))
 
 
 def test_constant_rewards_change_nothing(rolled):
@@ -140,10 +137,9 @@ def test_constant_rewards_change_nothing(rolled):
 
 @parametrize("changes, words", [
     (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 1.0)), "--reward_weights"),
-    (dict(max_new_tokens=256), "longer than 0 tokens"),
+    (dict(max_new_tokens=256), "too few rows"),
     (dict(reward=(f"{FILE}:infinite",)), "rewards are infinite, or all None"),
-    (dict(reward=(f"{FILE}:silent",)), "rewards are infinite, or all None"),
-    (dict(reward=(f"{FILE}:vowel",)), "FILE.py:FUNCTION")])
+    (dict(reward=(f"{FILE}:silent",)), "rewards are infinite, or all None")])
 def test_misuse_and_bad_rewards_are_refused(changes, words):
     with bad_input(words):
         main(arguments("rloo", **FLAGS | changes))
@@ -177,38 +173,25 @@ def test_reward_model_equals_one_forward_per_text(tmp_path, changes):
         assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
 
 
-def test_reward_model_sees_no_end_that_was_cut_off(rolled, tmp_path, monkeypatch):
-    file = tmp_path / "rows.jsonl"
-    file.write_text((json.dumps(dict(prompt=chat("How was the soup at the harbour?"))) + "\n") * 4)
+def test_reward_model_sees_no_end_that_was_cut_off(tmp_path, monkeypatch):
+    judge = RewardModel(classifier(tmp_path), "cpu", Args())
     seen = []
-    original = LlamaForSequenceClassification.forward
 
-    def forward(self, input_ids, attention_mask):
-        seen.extend(TOKENIZER.decode(ids[mask.bool()]) for ids, mask in zip(input_ids, attention_mask))
-        return original(self, input_ids, attention_mask)
+    def functional_call(model, weights, kwargs):
+        seen.extend(kwargs["input_ids"])
+        return SimpleNamespace(logits=torch.zeros(len(kwargs["input_ids"]), 1))
 
-    monkeypatch.setattr(LlamaForSequenceClassification, "forward", forward)
-    flags = dict(data=str(file), eval_data=str(file), reward=(), reward_model=classifier(tmp_path / "judge"), steps=1)
-    one = rolled(**flags, **DEMO)
-    assert 0 < torch.cat([samples.ended.flatten() for samples in one.drawn]).float().mean() < 1
-    sampled = [TOKENIZER.decode(x + y) for samples in one.drawn for x, ys in samples.groups for y in ys]
-    assert sorted(seen) == sorted(sampled)
+    monkeypatch.setattr(torch.func, "functional_call", functional_call)
+    for prompt, answer, begin in (("Hi", " you", ""), (chat("Hi"), chat("you", "assistant"), "<|assistant|>")):
+        judge([prompt] * 2, [answer] * 2, [True, False])
+        ended, cut = sorted((TOKENIZER.decode(ids[ids > 0]) for ids in seen[-2:]), key=len, reverse=True)
+        assert ended.strip() == cut + "<|end|>" and cut.endswith(begin + "you")
 
 
 def test_bad_reward_models_are_refused(tmp_path):
-    with bad_input("no weights for score"):
-        RewardModel(tiny(), "cpu", Args())
-    with bad_input("2 outputs"):
-        RewardModel(classifier(tmp_path / "two", num_labels=2), "cpu", Args())
-
-
-def test_out_of_memory_in_a_rollout_names_its_flag(monkeypatch):
-    def decode(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(rloo, "decode", decode)
-    with bad_input("--rollout_tokens"):
-        main(arguments("rloo", **FLAGS))
+    for name in (tiny(), classifier(tmp_path / "two", num_labels=2)):
+        with bad_input(f"{name} is no classifier with one output, or lacks weights"):
+            RewardModel(name, "cpu", Args())
 
 
 # --- Training
@@ -259,7 +242,7 @@ def test_training_equals_a_slow_loop(rolled, changes):
 
 def test_memory_flags_change_no_sample_and_no_result(rolled):
     one = rolled()
-    other = rolled(tokens_per_forward=60, gradient_checkpointing="on", rollout_tokens=1)
+    other = rolled(tokens_per_forward=60, gradient_checkpointing=True, rollout_tokens=1)
     assert [samples.groups for samples in one.steps] == [samples.groups for samples in other.steps]
     for values, others in zip(one.history, other.history):
         assert values == pytest.approx(others, abs=1e-4)
@@ -268,53 +251,46 @@ def test_memory_flags_change_no_sample_and_no_result(rolled):
 
 # --- Samples and files
 
-def test_metrics_by_hand_and_what_the_files_hold(rolled):
+def test_files_hold_the_samples_and_metrics_of_the_run(rolled):
     one = rolled(steps=3, eval_every=2)
     written = read(one.out / "samples.jsonl")
     assert without_speed(read(one.out / "metrics.jsonl")) == one.history
     assert ["eval_reward" in values for values in one.history] == [True, False, True, True]
-    assert sum(line["held_out"] for line in written) == 3 * 3
-    rows = read(data("rloo")[0])
+    assert [line["step"] for line in written if line["held_out"]] == [0] * 3 + [2] * 3 + [3] * 3
+    rows = rows_in_order(read(data("rloo")[0]), 3 * 4, 0)
     for step, drawn in enumerate(one.steps, 1):
-        ys = [y for _, group in drawn.groups for y in group]
-        texts = TOKENIZER.batch_decode(ys, skip_special_tokens=True)
-        scores = list(map(vowels, texts))
-        prompts = [row["prompt"] for row in batch_rows(step, rows, 4, 0) for _ in range(4)]
+        texts = [TOKENIZER.decode(y, skip_special_tokens=True) for _, group in drawn.groups for y in group]
+        prompts = [row["prompt"] for row in rows[4 * step - 4:4 * step] for _ in range(4)]
         lines = [line for line in written if line["step"] == step and not line["held_out"]]
         assert [(line["prompt"], line["completion"]) for line in lines] == list(zip(prompts, texts))
-        assert [line["reward"] for line in lines] == pytest.approx(scores)
-        lengths = list(map(len, ys))
-        expected = {
-            "reward": np.mean(scores), "reward_std": np.std(scores, ddof=1), "rewards/vowels": np.mean(scores),
-            "completions/mean_length": np.mean(lengths),
-            "completions/clipped_ratio": 1 - drawn.ended.float().mean().item(),
-            "entropy": drawn.entropy.sum().item() / sum(lengths),
-            "frac_reward_zero_std": np.mean([len(set(scores[b * 4:b * 4 + 4])) == 1 for b in range(4)])}
-        assert {name: one.history[step][name] for name in expected} == pytest.approx(expected, abs=1e-6)
+        rewards = [vowels(text) for text in texts]
+        assert [line["reward"] for line in lines] == pytest.approx(rewards)
+        assert one.history[step]["reward"] == one.history[step]["rewards/vowels"] == pytest.approx(np.mean(rewards))
 
 
-def test_standard_deviations_need_two_scored_samples_and_equal_texts_count_once():
+def test_metrics_by_hand():
+    """A standard deviation needs two scored samples, and equal texts count once."""
     texts = [["a", "b"], ["b", "c"], ["a", "a"], ["", "a"]]
-    samples = Samples(None, texts, torch.ones(4, 2, 3), torch.ones(4, 2), None, entropy=torch.ones(4, 2))
-    values = rloo.metrics(samples, tensor([[1.0, NAN], [2.0, 2.0], [NAN, NAN], [1.0, 3.0]]))
-    assert values["frac_reward_zero_std"] == 0.25
-    assert values["reward_std"] == pytest.approx(np.std([1, 2, 2, 1, 3], ddof=1))
-    assert values["samples/distinct"] == 4
+    mask = tensor([[[1, 1, 1], [1, 0, 0]]] * 4)
+    ended = tensor([[True, False], [True, True]] * 2)
+    samples = Samples(None, texts, mask, ended, None, entropy=torch.full((4, 2), 3.0))
+    assert rloo.metrics(samples, tensor([[1.0, NAN], [2.0, 2.0], [NAN, NAN], [1.0, 3.0]])) == pytest.approx({
+        "reward": 1.8, "reward_std": np.std([1, 2, 2, 1, 3], ddof=1), "frac_reward_zero_std": 0.25,
+        "samples/distinct": 4, "completions/mean_length": 2, "completions/clipped_ratio": 0.25, "entropy": 1.5})
     assert rloo.metrics(samples, tensor([[2.0]]))["reward_std"] == 0
 
 
 def test_sampling_logp_difference(monkeypatch):
     def another_sampler(*inputs):
         samples = rollout(*inputs)
-        samples.logps[0, 0, 0] += 0.5
+        samples.logps[0, 0, 0] += 0.02
         return samples
 
-    monkeypatch.setattr(rloo, "check_sampler", lambda *inputs: None)
     monkeypatch.setattr(rloo, "rollout", another_sampler)
     values = main(arguments("rloo", **FLAGS | dict(steps=1, updates_per_rollout=2)))[1]
     mean, largest = (values[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max"))
-    assert largest == pytest.approx(0.5, abs=1e-4)
-    assert mean * values["completions/mean_length"] * 16 == pytest.approx(0.5, abs=1e-3)
+    assert largest == pytest.approx(0.02, abs=1e-4)
+    assert mean * values["completions/mean_length"] * 16 == pytest.approx(0.02, abs=1e-3)
 
 
 def test_steps_0_only_evaluates(rolled):
@@ -322,4 +298,12 @@ def test_steps_0_only_evaluates(rolled):
     assert [values["step"] for values in none.history] == [0]
     assert none.history[0].keys() >= {"eval_reward", "eval_kl"}
     assert not (none.out / "model").exists()
-    assert "kl" not in rolled(beta=0.0, sync_reference=1).history[2]
+    assert "kl" not in rolled(beta=0.0).history[2]
+
+
+@parametrize("flags, expected", [
+    (dict(reward=(f"{FILE}:constant",)), [1, 0]), (dict(max_new_tokens=3, model=tiny()), [0, 1])], ids=str)
+def test_what_teaches_nothing_is_said_at_step_1(flags, expected, capsys):
+    main(arguments("rloo", **FLAGS | flags))
+    printed = capsys.readouterr().out
+    assert [printed.count(words) for words in ("have equal rewards", "No sample ends with a stop token")] == expected

@@ -2,16 +2,17 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from runs import arguments
+from runs import arguments, read
 from torch import tensor
 
 import refcache
 import rloo
 from models import MODELS, SMALL, bad_input, build, parametrize, ready, slow_but
-from refcache import enable_shared_prompts, has_shared_prompts
-from rloo import draw, generator, rollout
+from refcache import enable_shared_prompts
+from rloo import draw, rollout
 
 RANDOM = torch.Generator().manual_seed(0)
 PROMPTS = [tuple(torch.randint(3, 97, (n,), generator=RANDOM).tolist()) for n in (3, 17, 25)]
@@ -45,7 +46,7 @@ def roll(model, args, prompts=PROMPTS, k=4, step=1):
 def check_tokens(model, samples, args):
     """Against the slow way: one forward per sequence, without a cache."""
     shape = len(samples.groups), len(samples.groups[0][1]), args.max_new_tokens
-    uniform = torch.from_numpy(generator(args.seed, "rollout", 1).random(shape))
+    uniform = torch.from_numpy(np.random.default_rng([args.seed, 1, *b"rollout"]).random(shape))
     for b, (prompt, ys) in enumerate(samples.groups):
         for i, y in enumerate(ys):
             logits = model(tensor([prompt + y]), use_cache=False).logits[0, len(prompt) - 1:-1]
@@ -65,7 +66,6 @@ def test_uniform_numbers_pick_tokens_of_the_model(name):
     model = model_of(name)
     args = flags()
     check_tokens(model, roll(model, args), args)
-    rloo.check_sampler(model, TOKENIZER, args)
 
 
 @parametrize("name", ["llama", "gemma3-window-6"])
@@ -77,6 +77,15 @@ def test_long_samples_are_exact(name, monkeypatch):
     samples = roll(model, args, PROMPTS[:2], k=1)
     assert samples.mask.all() and samples.mask.shape[2] == 140
     check_tokens(model, samples, args)
+
+
+def test_every_one_of_many_improbable_tokens_can_be_drawn():
+    """Each has a probability of 1e-8: sums near 1 in float32 differ by 6e-8."""
+    probs = torch.full((10, 10_001), 1e-8)
+    probs[:, 0] = 0.9999
+    u = 0.9999 + 1e-8 * torch.arange(5000, 5010, dtype=torch.float64)
+    tokens, *_ = draw(probs.log(), u)
+    assert tokens.diff().tolist() == [1] * 9
 
 
 def test_tokens_of_probability_0_are_never_drawn():
@@ -130,61 +139,14 @@ def test_rollout_tokens_bounds_every_batch(monkeypatch):
     assert max(places) <= 300 and len(places) < 16
 
 
-@parametrize("flags", [dict(steps=0), dict(steps=2), dict(steps=2, dtype="bfloat16")], ids=str)
-def test_wrong_sampler_ends_a_run(monkeypatch, flags):
-    factor = 1.5 if "dtype" in flags else 1.02
+@parametrize("dtype, factor", [("float32", 1.02), ("bfloat16", 1.5)])
+def test_wrong_sampler_ends_a_run(monkeypatch, dtype, factor):
     monkeypatch.setattr(rloo, "draw", lambda logits, *rest: draw(logits * factor, *rest))
-    args = arguments("rloo", **flags)
-    with bad_input("log-prob"):
+    args = arguments("rloo", dtype=dtype)
+    with bad_input("cache changes its log-probs"):
         rloo.main(args)
-    assert not list(rloo.Path(args.out).glob("*.jsonl"))
-
-
-RECORDED = []  # for each recorded step its repetitions
-
-
-def record_with_fixed_addresses(core, step):
-    """rloo.record on a CPU: repeats the step, and compares the addresses of all that it uses."""
-    def addresses():
-        cells = dict(zip(step.__code__.co_freevars, (cell.cell_contents for cell in step.__closure__)))
-        sample = cells["sample"]
-        cells |= zip(sample.__code__.co_freevars, (cell.cell_contents for cell in sample.__closure__))
-        layers = cells["cache"]["past_key_values"].layers
-        tensors = {name: cell for name, cell in cells.items() if isinstance(cell, torch.Tensor)} | cells["inputs"]
-        tensors |= {f"keys {i}": layer.keys for i, layer in enumerate(layers)}
-        tensors |= {f"values {i}": layer.values for i, layer in enumerate(layers)}
-        return {name: (tensor.data_ptr(), tensor.shape) for name, tensor in tensors.items()}
-
-    before = addresses()
-    assert {"rows", "alive", "tokens", "scores", "t", "u", "place", "input_ids", "keys 0"} <= before.keys()
-    repeats = []
-
-    def repeat():
-        step()
-        repeats.append(addresses())
-        assert repeats[-1] == before
-
-    RECORDED.append(repeats)
-    repeat()
-    return repeat
-
-
-@parametrize("name", ["llama", "gpt2", "mistral-window-5", "gemma3-window-6"])
-def test_recorded_steps_stay_at_their_addresses(name, monkeypatch):
-    """A CUDA graph would read and write the old ones. The tokens are those of the way of a CPU."""
-    model = ready(name)
-    args = rloo.Args(dtype="float32", max_new_tokens=50)
-    monkeypatch.setattr(rloo, "stop_tokens", lambda *_: [2, 3, 4, 5, 6])  # 5 of 97: half of the rows end soon
-    on_cpu = rollout(model, TOKENIZER, PROMPTS, 6, 1, args)
-
-    monkeypatch.setattr(rloo, "can_record", has_shared_prompts)
-    monkeypatch.setattr(rloo, "record", record_with_fixed_addresses)
-    monkeypatch.setattr(rloo.FixedLayer, "n_read", property(lambda layer: layer.keys.shape[2]))
-    RECORDED.clear()
-    recorded = rollout(model, TOKENIZER, PROMPTS, 6, 1, args)
-    assert recorded.groups == on_cpu.groups
-    assert (recorded.logps - on_cpu.logps).abs().max() < 1e-3
-    assert len(RECORDED) > 1 and max(map(len, RECORDED)) > 10  # also after rows have ended
+    assert [line["step"] for line in read(f"{args.out}/metrics.jsonl")] == [0]
+    assert not rloo.Path(args.out, "model").exists()
 
 
 def test_attention_of_one_token_has_ordinary_strides():
