@@ -82,8 +82,6 @@ MODEL_SIZES = {  # beginnings of the works of --model, and their sizes
     "rloo 256": dict(steps=4, batch_size=4, lr=5e-6),
     "rloo 3000": dict(steps=2, batch_size=1, lr=5e-6),
 }
-
-
 HEAD = "| work | side | seconds | times refcache's | peak GiB | before |\n" + "|---" * 6 + "|"
 
 

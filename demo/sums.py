@@ -1,8 +1,8 @@
 """Sums of two numbers below ten: data to train a small chat model with, and the reward for a right answer.
 
     python demo/sums.py out/sums
-    python rloo.py --model out/smollm2 --data out/sums/prompts.jsonl --eval_data out/sums/prompts_test.jsonl \
-        --reward demo/sums.py:right --k 8 --lr 5e-6 --beta 0.01 --max_new_tokens 12 --steps 20
+    python rloo.py --model out/smollm2 --data out/sums/prompts.jsonl --eval_data out/sums/prompts_test.jsonl \\
+        --reward demo/sums.py:right --k 8 --lr 1e-5 --beta 0.01 --max_new_tokens 12 --steps 20
 
 The files are for rloo.py, dpo.py and kto.py. Every row also has the right `answer`:
 
@@ -12,11 +12,11 @@ The files are for rloo.py, dpo.py and kto.py. Every row also has the right `answ
 
 The *_test files ask for other sums than the rest. 3 + 5 and 5 + 3 are two rows, but they are always in the same file.
 
-SmolLM2-135M-Instruct (demo/get_smollm2.py) knows half of these sums: that many of its most likely answers are right,
-but only an eighth of its samples, because most of them just talk. It has to learn the numbers, and to answer at all.
-The right answers have the form that the model itself uses most, `3 + 5 = 8`. The wrong ones have three forms, so that
-DPO teaches the form, too. With right answers `8` the same run of dpo.py hardly raised the score, because the model
-gives such an answer a probability that is twenty times lower.
+SmolLM2-135M-Instruct (demo/get_smollm2.py) has to learn the numbers, and to answer at all: half of its most likely
+answers are right, but only a seventh of its samples, because most of them just talk. The right answers have the form
+that the model itself uses most, `3 + 5 = 8`. A right answer `8` is about 17 times less likely, and with
+such answers a run of dpo.py did not raise the score. The wrong answers have three forms, so that pairs teach the form,
+too.
 """
 import json
 import re

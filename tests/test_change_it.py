@@ -32,7 +32,7 @@ def test_statistic_over_the_whole_batch_in_any_micro_batches():
     assert seen[0] == pytest.approx(seen[1], abs=1e-5)
 
 
-@parametrize("name", ["llama", "bloom-alibi"])  # the second cannot share prompts
+@parametrize("name", ["llama", "bloom-alibi"])  # bloom cannot share prompts
 def test_full_logits_of_completions(name):
     model = ready(name)
     logits = [model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1:-1] for prompt, ys in GROUPS for ids in ys]

@@ -30,7 +30,7 @@ PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glo
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
 SLOW = pytest.mark.slow
 needs_patch = pytest.mark.skipif(not shutil.which("patch") or not shutil.which("git"), reason="needs patch(1) and git")
-MACHINERY = ["compile", "load_in_4bit", "vllm_rollouts"]  # these stack on all others
+MACHINERY = ["compile", "load_in_4bit", "vllm_rollouts"]  # they stack on all others
 UNDER_TIS = "grpo dr_grpo dapo gspo cispo reinforce_pp".split()
 SCRIPTS_OF = {name: [re.search(r"^--- (\w+)\.py$", patch, re.M)[1]] for name, patch in PATCHES.items()}
 SCRIPTS_OF |= {"compile": list(SCRIPTS), "load_in_4bit": list(SCRIPTS)}
@@ -53,7 +53,7 @@ def text_of(script, names):
 
 
 def changed(name, script=None):
-    """The module that a patch makes of a script. NAME+OTHER: with another patch on top."""
+    """The module that a patch makes of a script. NAME+OTHER: two patches."""
     return patched(name, script or SCRIPTS_OF[name.split("+")[0]][0])
 
 
@@ -78,7 +78,7 @@ def run_patch(script, name, out):
 @parametrize("name", slow_but(MACHINERY, PATCHES))
 @needs_patch
 def test_patch_applies_to_each_of_its_scripts_and_others_stack_on_it(name, tmp_path):
-    """In the other order two patches give the same text: no part went to a wrong place. git takes a patch, too."""
+    """In the other order two patches give the same text: no part went to a wrong place."""
     subprocess.run(["git", "apply", "-p0", "--check", f"changes/{name}.patch"], cwd=ROOT, check=True)
     one = tmp_path / "one.py"
     for script in SCRIPTS_OF[name]:
@@ -152,7 +152,7 @@ def test_compiled_runs_of_each_script_equal_others(monkeypatch, name, flags):
     compiled, compile_module = set(), torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: (
         compiled.add(type(module).__name__), compile_module(module, **options)))
-    monkeypatch.setattr(refcache, "log_softmax_at", refcache.log_softmax_at)  # as before, after the test
+    monkeypatch.setattr(refcache, "log_softmax_at", refcache.log_softmax_at)
     changed(f"{name}+compile").compile_log_softmax.cache_clear()
     one, other = (without_speed(run(patches, steps=2, **flags)[0]) for patches in (name, f"{name}+compile"))
     assert hasattr(refcache.log_softmax_at, "get_compiler_config") and compiled == {"LlamaMLP", "LlamaRMSNorm"}
@@ -163,7 +163,6 @@ def test_compiled_runs_of_each_script_equal_others(monkeypatch, name, flags):
 @SLOW
 @parametrize("name", ["load_in_4bit", "grpo+load_in_4bit"])
 def test_policy_and_reference_in_4_bits_are_equal_at_step_1(name):
-    """Also when the saved adapter is loaded, its base is in 4 bits. The header of a cache says so."""
     bitsandbytes, _ = map(pytest.importorskip, ("bitsandbytes", "peft"))
     history, args = run(name, steps=2, lora_r=4, dtype="bfloat16")
     weights = changed(name).load_model(f"{args.out}/model", "cpu", args, trains=True).parameters()
@@ -187,12 +186,12 @@ def test_misuse_is_refused(name, flags, words):
 def test_humanline_clamps_log_ratios_and_copies_before_the_update(monkeypatch, script, loss):
     module, calls = changed("humanline", script), []
     copy, step = module.copy_policy, torch.optim.AdamW.step
-    assert module.HUMANLINE == (-1.0, 1.5)  # in nats
+    assert module.HUMANLINE == (-1.0, 1.5)
     monkeypatch.setattr(module, "HUMANLINE", (0.0, 0.0))
     monkeypatch.setattr(module, "copy_policy", lambda reference: calls.append("copy") or copy(reference))
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *inputs: calls.append("step") or step(*inputs))
     history, _ = run("humanline", script, ref="swap")
-    assert calls[1:] == 3 * ["copy", "step"]  # the first step makes the optimizer's state
+    assert calls[1:] == 3 * ["copy", "step"]  # one makes the optimizer's state
     assert [values["loss"] for values in history[1:]] == pytest.approx(3 * [loss])
 
 
@@ -215,11 +214,10 @@ MOVING = dict(ref="swap", sync_reference=2, sync_mix=0.6)
 
 
 @parametrize("name, script, flags", [
-    ("tr_dpo", "kto", MOVING), ("tr_dpo", "dpo", MOVING | dict(dtype="bfloat16")),  # DTensors
+    ("tr_dpo", "kto", MOVING), ("tr_dpo", "dpo", MOVING | dict(dtype="bfloat16")),
     ("tr_rloo", "rloo", MOVING), ("humanline", "kto", dict(ref="swap")), ("ema", "dpo", {}),
     ("iterative_dpo", "dpo", dict(ref="swap", sync_reference=2, score=f"{ROOT}/demo/score.py:success"))])
 def test_resumed_run_has_the_same_bits(monkeypatch, name, script, flags):
-    """And the reference has moved at step 2."""
     whole, args = run(name, script, save_every=2, **flags)
     again = replace(args, out=f"{args.out}-again")
     history, saved = resumed(monkeypatch, changed(name, script), again)
@@ -280,7 +278,7 @@ def add_columns(monkeypatch, name):
     ("token_weights", lambda w, *_: -(torch.arange(len(w)) % 3 * w).mean(), dict(loss=("sft",))),
     ("rpo", rpo(lambda m, d: coins(m, 2 * d)), dict(distance="fwd_kl", rpo_eta=2.0)),
     ("rpo", rpo(lambda m, d: coins(d, m)), {}),
-    ("aot", "aot", dict(tokens_per_forward=1, loss=("aot",))),  # the whole batch is compared in each micro-batch
+    ("aot", "aot", dict(tokens_per_forward=1, loss=("aot",))),  # each micro-batch compares the whole batch
     ("aot", "aot_unpaired", dict(tokens_per_forward=1, loss=("aot_unpaired",)))])
 def test_loss_of_pairs(monkeypatch, name, formula, flags):
     add_columns(monkeypatch, name)
@@ -306,6 +304,8 @@ def test_iterative_dpo_pairs_the_best_and_the_worst_of_four_answers_of_its_refer
         assert all(y[-1] in stops or len(y) == 6 for _, y in drawn) and len({y[-1] for _, y in drawn} & {*stops}) > 1
         return of_pairs(plain, reference)(policy, rows)
 
+    order = module.rows_in_order  # as if a token spanned the end of each prompt
+    monkeypatch.setattr(module, "rows_in_order", lambda *args: [row._replace(prompt=(9,)) for row in order(*args)])
     monkeypatch.setattr(module, "generate", watched_generate)
     monkeypatch.setattr(module, "score_answers", lambda score, rows, *_: [0.5, 0.0, nan, 1.0] * (len(rows) // 4))
     losses = watch(monkeypatch, "iterative_dpo", slow_loss)
@@ -332,8 +332,6 @@ def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
     expected = [score(judge.model, row.prompt + row.chosen).item() for row in rows]
     assert judge(prompts, answers, [True] * 12) == pytest.approx(expected, abs=1e-5) and len(losses) == 2
 
-
-# --- Single answers
 
 def test_sft_is_a_mean_over_tokens(monkeypatch):
     def slow_loss(policy, rows, *_):

@@ -29,8 +29,8 @@ def watch_samples(monkeypatch, name, formula):
 
     def watched_rollout(policy, tokenizer, prompts, k, step, args):
         samples = rollout(policy, tokenizer, prompts, k, step, args)
-        if step > 1:  # as if by another sampler; at step 1 it must be the policy
-            noise = torch.sin(torch.arange(samples.logps.numel())).view(samples.logps.shape)
+        if step > 1:
+            noise = torch.cos(torch.arange(samples.logps.numel())).view(samples.logps.shape)
             samples = samples._replace(logps=(samples.logps + noise) * samples.mask)
         rewards = torch.where(samples.ended, SCORES, nan).flatten().tolist()  # --mask_truncated
         rows = [(prompt, y) for prompt, ys in samples.groups for y in ys]
@@ -67,7 +67,7 @@ def test_loss_of_samples(monkeypatch, name):
 
 
 def test_value_baseline(monkeypatch):
-    """V begins at 0. The critic has its own learning rate. Matrices alone decay."""
+    """V begins at 0. Matrices alone decay."""
     losses, known = watch_samples(monkeypatch, "value_baseline", ppo)
     seen, groups, step = [], [], torch.optim.AdamW.step
 
@@ -91,7 +91,7 @@ def test_value_baseline(monkeypatch):
     monkeypatch.setattr(torch.optim.AdamW, "step", watched_step)
     critic_losses = watch(monkeypatch, "value_baseline", slow_critic, "run_critic")
     run("value_baseline", model=model_with_many_ends(), weight_decay=0.5, critic_lr=4.0, schedule="constant", **SIZES)
-    assert len(losses) == len(critic_losses) == 4 and critic_losses[1] < critic_losses[0]  # of the same samples
+    assert len(losses) == len(critic_losses) == 4 and critic_losses[1] < critic_losses[0]
     assert groups == [(lr, decay, {decay > 0}) for lr in (3e-3, 4 * 3e-3) for decay in (0.5, 0.0)]
     assert not any(seen[:12]) and any(seen)
 
@@ -102,7 +102,7 @@ REPETITIONS = []  # of each recorded step
 
 
 def record_with_fixed_addresses(core, step):
-    """record() on a CPU: repeats the step, and compares the addresses of all tensors that it uses."""
+    """record() on a CPU: repeats the step. A graph would use the old addresses of tensors."""
     def addresses():
         cells = getclosurevars(step).nonlocals
         cells |= getclosurevars(cells["sample"]).nonlocals | cells["inputs"]
@@ -124,9 +124,9 @@ def record_with_fixed_addresses(core, step):
 
 @parametrize("name", ["llama", "gpt2", "mistral-window-5", "gemma3-window-6"])
 def test_recorded_steps_stay_at_their_addresses(name, monkeypatch):
-    """A CUDA graph would use the old ones. The tokens are those of rloo.py. A wrong graph is not used."""
+    """The tokens are those of rloo.py. A wrong graph is not used."""
     module, model = changed("cuda_graph"), ready(name)
-    model.generation_config.eos_token_id = [2, 3, 4, 5, 6]  # 5 of 97: half of the rows end soon
+    model.generation_config.eos_token_id = [2, 3, 4, 5, 6]  # half of the rows end soon
     inputs = model, WITHOUT_TEXTS, PROMPTS, 6, 1, module.Args(dtype="float32", max_new_tokens=50)
     plain = rloo.rollout(*inputs)
 
@@ -136,7 +136,7 @@ def test_recorded_steps_stay_at_their_addresses(name, monkeypatch):
     monkeypatch.setattr(module, "record", record_with_fixed_addresses)
     recorded = module.rollout(*inputs)
     assert recorded.groups == plain.groups and (recorded.logps - plain.logps).abs().max() < 1e-3
-    assert len(REPETITIONS) > 1 and max(REPETITIONS) > 10  # also after rows have ended
+    assert len(REPETITIONS) > 1 and max(REPETITIONS) > 10
 
     module.check_graph(model, WITHOUT_TEXTS, inputs[-1])
     assert not module.EAGER
@@ -155,14 +155,12 @@ class LLM:
         self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval()
         self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: self.calls.append("shutdown")))
         self.calls = []
+        self.reset_prefix_cache = lambda: self.calls.append("reset_prefix_cache")
         LLM.engines.append(self)
 
     def collective_rpc(self, name, kwargs):
         self.calls.append(name)
         self.model.load_state_dict({name: weight.clone() for name, weight in kwargs["weights_iterator"]}, strict=True)
-
-    def reset_prefix_cache(self):
-        self.calls.append("reset_prefix_cache")
 
     def generate(self, requests, options, use_tqdm):
         self.calls.append("generate")
@@ -199,16 +197,17 @@ def gap(history):
     pytest.param("vllm_rollouts", lambda: adapt("a whole head", modules_to_save=["lm_head"]), marks=needs_peft),
     *(pytest.param(f"{name}+vllm_rollouts", tiny, marks=SLOW) for name in ("tis", "mini_batches", "value_baseline"))])
 def test_vllm_samples_from_the_new_weights(fake_vllm, name, model):
-    """The learning rate is so high that samples of older weights would have other log-probs."""
+    """The learning rate is high: samples of older weights would have other log-probs."""
     history, _ = run(name, model=model(), lr=3e-2, temperature=0.7)
     assert gap(history) < 1e-4 and history[1]["kl"] != history[3]["kl"]
-    steps = 5  # an evaluation before, three steps, an evaluation after
+    steps = 5  # an evaluation, three steps, an evaluation
     calls, = [engine.calls for engine in LLM.engines]
     assert calls == steps * ["reload_weights", "reset_prefix_cache", "generate"] + ["shutdown"]
 
 
 def test_vllm_samples_are_a_function_of_seed_step_and_place(fake_vllm):
-    def sample(seed, step, module=changed("vllm_rollouts")):
+    def sample(seed, step):
+        module = changed("vllm_rollouts")
         args = module.Args(model=tiny(), dtype="float32", seed=seed, max_new_tokens=6)
         (_, one), (_, two) = module.rollout(load(), TOKENIZER, [(5, 6)] * 2, 3, step, args).groups
         return one + two
@@ -222,7 +221,7 @@ def test_vllm_samples_are_a_function_of_seed_step_and_place(fake_vllm):
 def test_real_vllm(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    for _ in range(2):  # a second run in the same process loads it again
+    for _ in range(2):  # a second run loads it again
         history, _ = run("vllm_rollouts", model=f"{ROOT}/demo/model", lr=1e-3, steps=3, max_new_tokens=32)
         assert gap(history) < 1e-4 and history[3]["kl"] > 1e-3
         assert history[3]["completions/clipped_ratio"] < 1

@@ -3,7 +3,6 @@
 What is the same text in every script (tests/test_scripts.py) is tested through dpo.py.
 """
 import csv
-import gzip
 import io
 import json
 import re
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 from models import bad_input, parametrize
-from runs import ROOT, TOKENIZER, read
+from runs import ROOT, TOKENIZER
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -146,34 +145,21 @@ def test_strings_beside_a_template_are_reported(load, capsys, row, tokenizer, is
 
 # --- demo/prepare_chat.py
 
-def prepare(folder, rows, source="strings.jsonl"):
-    """The rows that it makes of these."""
-    with (gzip.open if source.endswith(".gz") else open)(folder / source, "wt") as file:
-        file.write("\n\n".join(map(json.dumps, rows)))
-    runpy.run_path(str(ROOT / "demo/prepare_chat.py"))["main"](str(folder / source), f"{folder}/messages.jsonl")
-    return read(folder / "messages.jsonl")
+def test_strings_and_dialogues_become_messages():
+    convert = runpy.run_path(str(ROOT / "demo/prepare_chat.py"))["convert"]
+    question, messages = dict(prompt="How was it?"), chat("How was it?", "Good.", "Bad.")
+    assert convert(question) == dict(prompt=messages["prompt"])
+    assert convert(question | dict(chosen=" Good. ", rejected="Bad.", id=7)) == messages | dict(id=7)
+    rated = dict(completion="Good.", label=False)
+    assert convert(question | rated) == rated | dict(prompt=messages["prompt"], completion=messages["chosen"])
 
-
-def test_strings_become_messages_for_each_script(load, tmp_path):
-    question = dict(prompt="How was it?", id=7)
-    pair, rated = dict(chosen=" Good. ", rejected="Bad."), dict(completion="Good.", label=False)
-    messages = chat("How was it?", "Good.", "Bad.")
-    for row, script, expected in (
-            (pair, dpo, messages), (rated, kto, rated | dict(completion=messages["chosen"])), ({}, rloo, {})):
-        rows = prepare(tmp_path, [question | row])
-        assert rows == [question | expected | dict(prompt=messages["prompt"])]
-        assert load(rows, script=script)
-
-
-def test_dialogues_of_hh_become_messages(tmp_path, capsys):
-    start = "\n\nHuman: Warm?\n\nAssistant: No.\n\nHuman: Now?\n\nAssistant:"
+    start = "\n\nHuman: Warm?\n\nAssistant: No.\n\nHuman: Now?\n\nAssistant:"  # as in Anthropic's HH
     good = dict(chosen=start + " It is.", rejected=start + " It was.")
-    early, empty = dict(good, rejected=good["rejected"].replace("No", "Yes")), dict(good, chosen=start)
-    rows = [good, early, empty, dict(prompt=start, chosen=" It is.", rejected=" It was.")]
-    first, last = prepare(tmp_path, rows, "hh.jsonl.gz")
-    assert "2 of 4 rows" in capsys.readouterr().out and first == last
     prompt = said("Warm?", "user") + said("No.") + said("Now?", "user")
-    assert first == dict(prompt=prompt, chosen=said("It is."), rejected=said("It was."))
+    for row in (good, dict(prompt=start, chosen=" It is.", rejected=" It was.")):
+        assert convert(row) == dict(prompt=prompt, chosen=said("It is."), rejected=said("It was."))
+    for bad in (dict(rejected=good["rejected"].replace("No", "Yes")), dict(chosen=start)):
+        assert convert(good | bad) is None
 
 
 # --- The boundary between prompt and answer

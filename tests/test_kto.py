@@ -1,12 +1,10 @@
 """kto.py: the loss and z by hand, and runs. What it shares with dpo.py is the same text, tested in test_dpo.py."""
-import json
 from itertools import product
 from math import exp
 
 import numpy as np
 import pytest
 from models import bad_input, logps, make, parametrize
-from runs import ROOT, arguments
 from torch import tensor
 
 import kto
@@ -94,7 +92,7 @@ def test_z_is_the_mean_over_the_whole_batch():
     ratios = [(y - ref).sum().item() for y, ref in zip(logps(policy, others), logps(reference, others))]
     order = np.argsort(ratios)
     assert min(ratios) < 0 < max(ratios)  # or the test would not see whether the clamp comes after the mean
-    for some, budget in product((range(12), order[:3], order[[0, -1]], order[-1:]), (1, 20, 100_000)):
+    for some, budget in product((range(12), order[:3], order[-1:]), (1, 100_000)):
         args = Args(dtype="float32", tokens_per_forward=budget)
         z = kto.estimate_kl(policy, [rows[i] for i in some], known, args)
         assert z.item() == pytest.approx(max(0.0, np.mean([ratios[i] for i in some])), abs=1e-3)
@@ -109,24 +107,16 @@ def test_batch_of_one_kind_has_no_metrics_of_the_other():
     assert "rewards/chosen" in values and not {"rewards/rejected", "rewards/margins"} & values.keys()
 
 
-def labelled(tmp_path, labels):
-    lines = (ROOT / "demo/feedback.jsonl").read_text().splitlines()
-    rows = [json.loads(line) | {"label": label} for line, label in zip(lines, labels)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return f"{tmp_path}/rows.jsonl"
-
-
-@parametrize("desirable, undesirable, advice", [(3.0, 2.0, 0.85), (1.0, 0.26, None), (1.0, 0.0, 0.28)])
-def test_a_weight_that_balances_the_labels_is_advised(tmp_path, capsys, desirable, undesirable, advice):
+@parametrize("desirable, undesirable, advice", [(3.0, 2.0, "0.85"), (1.0, 0.26, ""), (1.0, 0.0, "0.28")])
+def test_a_weight_that_balances_the_labels_is_advised(capsys, desirable, undesirable, advice):
     """Of 20 rows 5 are desirable: λ_D · 5 / (λ_U · 15) should lie between 1 and 4/3."""
-    data = labelled(tmp_path, [True] * 5 + [False] * 15)
-    kto.main(arguments("kto", data=data, desirable_weight=desirable, undesirable_weight=undesirable, steps=0))
-    printed = capsys.readouterr().out
-    assert "5 of 20 rows are desirable" in printed
-    assert f"--undesirable_weight {advice} would balance them" in printed if advice else "would bal" not in printed
+    rows = [make_row((9,), (5,), i < 5) for i in range(20)]
+    kto.print_balance(rows, Args(desirable_weight=desirable, undesirable_weight=undesirable))
+    expected = f"--undesirable_weight {advice} would balance them\n" if advice else ""
+    assert capsys.readouterr().out == "5 of 20 rows are desirable\n" + expected
 
 
-@parametrize("labels", [[True] * 9, [False] * 9])
-def test_one_label_alone_is_refused(tmp_path, labels):
+@parametrize("label", [True, False])
+def test_one_label_alone_is_refused(label):
     with bad_input("same label"):
-        kto.main(arguments("kto", data=labelled(tmp_path, labels)))
+        kto.print_balance([make_row((9,), (5,), label)] * 9, Args())

@@ -118,12 +118,6 @@ def whole(name, n):
     return without_speed(history), weights_of(f"{args.out}/model"), Path(args.out)
 
 
-def run_with(name, replacement, main, args):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[main.__module__], name, replacement)
-        return main(args)
-
-
 def assert_same(one, several):
     for a, b in zip(one[0], several[0], strict=True):
         assert a == pytest.approx(b, abs=1e-5, rel=1e-4)
@@ -138,17 +132,6 @@ def test_two_processes_give_the_run_of_one(name):
         assert whole(name, 2)[0][1]["logratio"] == 0
     else:
         assert_same(whole(name, 1), whole(name, 2))
-
-
-def generate_fewer(policy, tokenizer, prompts, args, original=dpo.generate):
-    return original(policy, tokenizer, prompts, replace(args, max_new_tokens=1 + 5 * refcache.process_rank()))
-
-
-@pytest.mark.slow
-def test_process_whose_samples_end_first_goes_on():
-    """Else the other would wait for its weights for ever."""
-    _, args = flags_of("dpo", steps=1)
-    assert len(in_processes(2, run_with, "generate", generate_fewer, dpo.main, args)) == 2
 
 
 # --- Log-probs
@@ -219,17 +202,17 @@ class Killed(Exception):
 
 
 def run_until(step, main, args):
-    original = sys.modules[main.__module__].save_checkpoint
+    module = sys.modules[main.__module__]
 
-    def save_checkpoint(out, saved, *more):
-        original(out, saved, *more)
+    def save_checkpoint(out, saved, state, original=module.save_checkpoint):
+        original(out, saved, state)
         if saved == step:
             raise Killed
 
-    try:
-        run_with("save_checkpoint", save_checkpoint, main, args)
-    except Killed:
-        return step
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(module, "save_checkpoint", save_checkpoint)
+        main(args)
+    return step
 
 
 @parametrize("processes", [(2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)])

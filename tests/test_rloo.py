@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import SMALL, bad_input, logps, parametrize
+from models import bad_input, logps, parametrize
 from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, read, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
 from torch import tensor
@@ -147,22 +147,17 @@ def test_misuse_and_bad_rewards_are_refused(changes, words):
 
 # --- Reward models
 
-IMAGES = AutoConfig.for_model(  # the configuration of the text lies inside another
-    "gemma3", text_config=dict(SMALL, vocab_size=len(TOKENIZER), head_dim=8, pad_token_id=7), num_labels=1,
-    vision_config=dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=14))
-
-
-def classifier(path, config=None, **changes):
+def classifier(path, **changes):
     torch.manual_seed(0)
-    config = config or AutoConfig.from_pretrained(tiny(), **dict(num_labels=1) | changes)
+    config = AutoConfig.from_pretrained(tiny(), **dict(num_labels=1) | changes)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     TOKENIZER.save_pretrained(path)
     return str(path)
 
 
-@parametrize("changes", [dict(pad_token_id=0), dict(pad_token_id=None), dict(config=IMAGES)])
-def test_reward_model_equals_one_forward_per_text(tmp_path, changes):
-    path = classifier(tmp_path, **changes)
+@parametrize("pad_token_id", [0, None])
+def test_reward_model_equals_one_forward_per_text(tmp_path, pad_token_id):
+    path = classifier(tmp_path, pad_token_id=pad_token_id)
     prompts = [chat(f"How was the soup? {n}") for n in range(6)]
     answers = [chat("The soup was nice. " * (n + 1), "assistant") for n in range(6)]
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
