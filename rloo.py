@@ -206,7 +206,9 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
         old = logps.detach() if old_logps is None else old_logps[indices]
         advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
         losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)  # (b, k)
-        scale = weight / rewards.numel()  # the loss is a mean over all samples
+
+        # The loss is a mean over all samples.
+        scale = weight / rewards.numel()
         loss = losses.sum() * scale
         loss.backward()
 

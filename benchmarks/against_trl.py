@@ -78,7 +78,7 @@ MODEL_ROLLOUTS = {  # those of --model
 MODEL_SIZES = {  # beginnings of the works of --model, and their sizes
     "dpo": dict(steps=20, batch_size=4, lr=1e-5),
     "kto": dict(steps=20, batch_size=4, lr=1e-5),
-    "rloo sums": dict(steps=20, batch_size=8, lr=5e-6),
+    "rloo sums": dict(steps=20, batch_size=8, lr=1e-5),
     "rloo 256": dict(steps=4, batch_size=4, lr=5e-6),
     "rloo 3000": dict(steps=2, batch_size=1, lr=5e-6),
 }

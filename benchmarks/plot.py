@@ -88,8 +88,10 @@ def print_comparison(results: dict):
 
 def draw_comparison(results: dict, path: str):
     """Held-out reward against seconds of training; and the losses of DPO, one curve on top of the other."""
+    sums = next((entry for work, entry in results.items() if work.startswith("rloo sums")), None)
+    if not (sums and "dpo" in results):
+        sys.exit("no picture: it needs the works dpo and rloo sums")
     figure, (left, right) = import_pyplot().subplots(1, 2, figsize=(9, 3.4))
-    sums = next(entry for work, entry in results.items() if work.startswith("rloo sums"))
     for (side, name), colour in zip(SIDES.items(), COLOURS):
         curves = []  # of each run: the seconds before its evaluations, and their rewards
         for run in sums[side]:
