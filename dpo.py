@@ -74,7 +74,7 @@ Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "apo_zero", "simpo", "
 NO_REFERENCE = {"simpo", "sft"}  # losses that need no reference
 TOKENS = {}  # id -> id: with one object for equal ids the data takes 8 bytes per token instead of 36
 # Flags that may differ when a run is resumed. Of models and data the content is compared: rows and weights.
-MAY_CHANGE = ("model ref_model data eval_data eval_size chat_template_kwargs max_length out ref_cache samples wandb "
+MAY_CHANGE = ("model ref_model data eval_data eval_size chat_template_kwargs max_length out ref_cache wandb "
               "tokens_per_forward gradient_checkpointing save_every eval_every").split()
 SMALLEST = dict(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, max_new_tokens=1)  # else 0
 
@@ -207,8 +207,8 @@ def groups(rows: list[Row]) -> list:
 
 def measure(policy, rows: list[Row], ref_logps) -> Batch:
     """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs; None: all are 0."""
-    logps = completion_logprobs(policy, groups(rows))
-    ratios = log_ratios(logps, groups(rows), ref_logps)  # both: per pair [(|y_w|,), (|y_l|,)]
+    logps = completion_logprobs(policy, groups(rows))  # for each pair, [(|y_w|,), (|y_l|,)]
+    ratios = log_ratios(logps, groups(rows), ref_logps)
 
     logp_w, logp_l = sum_tokens(logps).unbind(dim=1)  # (B, 2) -> (B,), (B,)
     ratio_w, ratio_l = sum_tokens(ratios).unbind(dim=1)
@@ -218,7 +218,7 @@ def measure(policy, rows: list[Row], ref_logps) -> Batch:
 
 
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
-    """Mean metrics of a batch, whose micro-batches the processes divide. With `train`, adds the loss's gradient."""
+    """Mean metrics of a batch. The processes divide its micro-batches. With `train`, adds the gradient of the loss."""
     totals = Counter(loss=0.0)
     for indices, weight in micro_batches(policy, groups(rows), args.tokens_per_forward):
         micro = [rows[i] for i in indices]
@@ -256,7 +256,7 @@ def main(args: Args) -> list[dict]:
         if any(flags != vars(args) for flags in all_gather(vars(args))):
             raise BadInput("the processes have different flags")
 
-        out = Path(args.out).absolute()  # --score may change the working directory
+        out = Path(args.out).absolute()  # a user's function may change the working directory
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():
             return train(args, out)
@@ -295,7 +295,7 @@ def train(args: Args, out: Path) -> list[dict]:
     policy = load_model(args.model, device, args, trains=True)
     if args.ref == "live":
         reference = nullcontext(load_model(args.ref_model, device, args))
-    elif args.ref not in ("cache", "none"):  # swap
+    elif args.ref not in ("cache", "none"):  # swap; a misspelled word must not mean no reference
         is_other = args.ref_model != args.model
         reference = Swap(policy, load_model(args.ref_model, "cpu", args) if is_other else None)
 
@@ -317,7 +317,7 @@ def train(args: Args, out: Path) -> list[dict]:
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = ordered_rows[(step - 1) * batch_size:step * batch_size]
         ref_logps = reference_logprobs(reference, groups(rows), args.tokens_per_forward)
-        values = {"step": step} | run_batch(policy, rows, ref_logps, args, train=True)  # loss.backward() is in it
+        values = {"step": step} | run_batch(policy, rows, ref_logps, args, train=True)  # calls loss.backward()
         if step == 1 and reference and args.ref_model == args.model:
             check_agreement(values["logratio"], args.dtype)
 
@@ -446,9 +446,9 @@ def generate(policy, tokenizer, prompts: list[tuple], args: Args) -> list[tuple]
 
     answers = []
     with unsharded(policy):
-        for start in progress_bar(range(0, len(prompts), 64), desc="answer", delay=1):  # 64: no flag changes samples
-            rows = [torch.tensor(prompt) for prompt in prompts[start:start + 64]]
-            ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left").to(policy.device)
+        for start in progress_bar(range(0, len(prompts), 64), desc="answer", delay=1):  # fixed: no flag changes samples
+            prompt_ids = [torch.tensor(prompt) for prompt in prompts[start:start + 64]]
+            ids = pad_sequence(prompt_ids, batch_first=True, padding_value=-1, padding_side="left").to(policy.device)
             sampled = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
                                     max_new_tokens=args.max_new_tokens, eos_token_id=sorted(stops), pad_token_id=0)
             for row in sampled[:, ids.shape[1]:].tolist():
@@ -583,9 +583,9 @@ def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> Row:
 
     all_ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
     all_ids = [ids if ids[:len(bos)] == bos else bos + ids for ids in all_ids]
-    whole_prompt, chosen, rejected = [tuple(map(TOKENS.setdefault, ids, ids)) for ids in all_ids]
+    whole_prompt, chosen, rejected = [tuple(map(TOKENS.setdefault, ids, ids)) for ids in all_ids]  # see TOKENS
 
-    # The prompt is what all three have in common: a token may span its end, a template may change it before an answer.
+    # The prompt is the part that all three share. Its end may differ: a token spans it, or the template changes it.
     begin = len(os.path.commonprefix(all_ids))
     columns = columns | {"prompt": prompt} if args.score else {}
     return Row(whole_prompt[:begin], chosen[begin:], rejected[begin:], whole_prompt, columns)
@@ -685,7 +685,7 @@ def add_adapter(model, name: str, trains: bool, args: Args):
 
     config = peft.PeftConfig.from_pretrained(name)
     if config.peft_type != "LORA" or config.alora_invocation_tokens:
-        raise BadInput(f"{name} is no LoRA adapter: merge it, or choose another")
+        raise BadInput(f"{name} is no LoRA adapter: merge it")
     config.base_model_name_or_path = model.name_or_path
     for part, module in model.named_modules():
         if trains and part.endswith(tuple(config.modules_to_save or ())):
@@ -710,7 +710,7 @@ def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dic
 
 def training_state(policy, optimizer) -> dict:
     """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
-    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # a tied weight once
     for weight in state.values():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()  # changes no weight: the optimizer was made with lr 0
@@ -737,13 +737,13 @@ def save_checkpoint(out: Path, step: int, state: dict):
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
 
     if is_first_process():
-        write_whole(folder / "run.json", [b"{}"])
+        write_whole(folder / "run.json", [b"{}"])  # marks the folder as complete
         for other in checkpoints(out).keys() - {step}:
             shutil.rmtree(out / f"resume-{other}")
 
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
-    """Restores the newest checkpoint and the logs of its step, unless it is of another run. Returns the step, or 0."""
+    """Restores the newest checkpoint, and cuts the logs to its step. Refuses another run's. Returns the step, or 0."""
     file = out / "args.json"
     saved = json.loads(file.read_text()) if file.exists() else run
     differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
@@ -795,7 +795,7 @@ def save_model(model, tokenizer, folder: Path, args: Args):
     converted = {}  # by address, so that tied weights stay one tensor
     for name, weight in state.items():
         if not weight.isfinite().all():
-            raise BadInput("the weights are not finite after the last step: lower --lr")
+            raise BadInput("the weights are not finite: lower --lr")
         if weight.is_floating_point() and not names_in_float32(core).search(name):
             state[name] = converted.setdefault(weight.data_ptr(), weight.to(getattr(torch, args.dtype)))
 
@@ -803,7 +803,7 @@ def save_model(model, tokenizer, folder: Path, args: Args):
     shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     model.save_pretrained(hidden, state_dict=state)
     tokenizer.save_pretrained(hidden)
-    if model is core:  # no adapter: its config names the dtype of training, and not that of the saved weights
+    if model is core:  # no adapter: the config still names the dtype of training
         core.config.dtype = args.dtype
         core.config.save_pretrained(hidden)
 
@@ -824,7 +824,7 @@ if __name__ == "__main__":
             sentence += f": pip install {error.name}"
         if isinstance(error, torch.OutOfMemoryError):
             sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        if error.__cause__:  # what another function raised, such as a template
-            traceback.print_exception(error.__cause__)
+        if error.__cause__ or isinstance(error, ModuleNotFoundError):  # raised by a template, a reward, ..
+            traceback.print_exception(error.__cause__ or error)
         print("dpo.py:", sentence, file=sys.stderr)
         sys.exit(2)

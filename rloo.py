@@ -14,8 +14,8 @@ Data: rows with `prompt`, a string or chat messages, and any columns that the re
 
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
 
-A reward is a function(prompts, completions, **columns), async or not, of a number or None for each completion. Two of
-its columns are no columns of the file: completion_ids, and ended, which is false for a sample that was cut off.
+A reward is a function(prompts, completions, **columns), async or not. It returns a number or None per completion. The
+columns are those of the file and two more: completion_ids, and ended, which is false for a sample that was cut off.
 
 Shapes: B prompts per step, k samples each, T tokens in the longest. Rewards and advantages are (B, k). Log-probs of
 tokens are (B, k, T), 0 after the end of a sample. b is the number of prompts in a micro-batch.
@@ -175,7 +175,8 @@ class Samples(NamedTuple):
 
 
 def forwards(model, samples: Samples, args: Args):
-    """Yields indices of prompts, log π of their tokens, (b, k, T), and their weight, see micro_batches."""
+    """Yields for each micro-batch the indices of its prompts, log π of the tokens of their samples, (b, k, T), and its
+    weight in a sum (see micro_batches)."""
     T = samples.mask.shape[2]
     for indices, weight in micro_batches(model, samples.groups, args.tokens_per_forward):
         groups = [samples.groups[i] for i in indices]
@@ -261,7 +262,7 @@ def main(args: Args) -> list[dict]:
         if any(flags != vars(args) for flags in all_gather(vars(args))):
             raise BadInput("the processes have different flags")
 
-        out = Path(args.out).absolute()  # --score may change the working directory
+        out = Path(args.out).absolute()  # a user's function may change the working directory
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():
             return train(args, out)
@@ -277,7 +278,7 @@ def train(args: Args, out: Path) -> list[dict]:
     batch_size = min(args.batch_size, len(train_rows))
     steps = args.steps if args.steps >= 0 else math.ceil(args.epochs * len(train_rows) / batch_size)
     ordered_rows = rows_in_order(train_rows, steps * batch_size, args.seed)
-    print(f"{steps} steps of {batch_size} prompts, lr {args.lr:g}, reference: {args.ref}")
+    print(f"{steps} steps of {batch_size} prompts, lr {args.lr:g}, reference: {args.ref if args.beta else 'none'}")
 
     functions = load_rewards(device, args)
     run = describe_run(train_rows, eval_rows, args)
@@ -313,7 +314,7 @@ def train(args: Args, out: Path) -> list[dict]:
         values = {"step": step} | metrics(samples, rewards) | means
 
         if step == 1 and not samples.ended.any():
-            progress.write("No sample ends with a stop token: raise --max_new_tokens, or mend the chat template")
+            progress.write("No sample ends with a stop token: raise --max_new_tokens, or fix the chat template")
         if step == 1 and values["frac_reward_zero_std"] == 1:
             progress.write("The samples of each prompt have equal rewards: nothing is learned from them")
         if args.mask_truncated:  # the metrics above count these samples, the loss does not
@@ -322,10 +323,10 @@ def train(args: Args, out: Path) -> list[dict]:
         ref_logps = compute_logprobs(reference, samples, device, args)
         old_logps = None  # log π of the policy that sampled: the first update's forward gives it
         for _ in range(args.updates_per_rollout):
-            logps, losses = run_batch(policy, samples, rewards.to(device), ref_logps, old_logps, args)  # the gradient
+            logps, losses = run_batch(policy, samples, rewards.to(device), ref_logps, old_logps, args)  # adds gradients
             if old_logps is None:
                 old_logps = logps
-            values |= losses
+            values |= losses  # the last update's are logged
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
             values["grad_norm"] = full_tensor(grad_norm).item()
             values["learning_rate"] = learning_rate(step, steps, args)
@@ -341,7 +342,7 @@ def train(args: Args, out: Path) -> list[dict]:
         difference = (old_logps.cpu() - samples.logps).abs()
         values["sampling/sampling_logp_difference/mean"] = (difference.sum() / samples.mask.sum()).item()
         values["sampling/sampling_logp_difference/max"] = difference.max().item()
-        limit = 5e-2 if args.dtype == "bfloat16" else 1e-3
+        limit = (5e-2 if args.dtype == "bfloat16" else 1e-3) / min(1, args.temperature)
         if step == 1 and not values["sampling/sampling_logp_difference/mean"] < limit:
             raise BadInput(f"{args.model}: a key-value cache changes its log-probs, so samples would be wrong")
 
@@ -473,7 +474,7 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
 
 
 def decode(core, prompts: list[tuple], u: torch.Tensor, stops: torch.Tensor, args: Args) -> tuple[torch.Tensor, ...]:
-    """Samples of some prompts: tokens, their log-probs and entropies, (B, k, T); after its end anything."""
+    """Samples of some prompts: tokens, log-probs and entropies, (B, k, T). They are undefined after the end."""
     B, k, T = u.shape
     is_shared = has_shared_prompts(core)
     ids = [torch.tensor(prompt) for prompt in prompts]
@@ -568,7 +569,7 @@ def load_rewards(device: str, args: Args) -> list[tuple]:
     if args.reward_model:
         functions[Path(args.reward_model).name] = RewardModel(args.reward_model, device, args)
     weights = args.reward_weights or [1.0] * len(functions)
-    return list(zip(functions, functions.values(), weights))
+    return list(zip(functions, functions.values(), weights, strict=True))
 
 
 def load_function(spec: str):
@@ -807,7 +808,7 @@ def add_adapter(model, name: str, trains: bool, args: Args):
 
     config = peft.PeftConfig.from_pretrained(name)
     if config.peft_type != "LORA" or config.alora_invocation_tokens:
-        raise BadInput(f"{name} is no LoRA adapter: merge it, or choose another")
+        raise BadInput(f"{name} is no LoRA adapter: merge it")
     config.base_model_name_or_path = model.name_or_path
     for part, module in model.named_modules():
         if trains and part.endswith(tuple(config.modules_to_save or ())):
@@ -833,7 +834,7 @@ def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dic
 
 def training_state(policy, optimizer) -> dict:
     """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
-    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # tied ones once
+    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # a tied weight once
     for weight in state.values():
         weight.grad = torch.zeros_like(weight)
     optimizer.step()  # changes no weight: the optimizer was made with lr 0
@@ -860,13 +861,13 @@ def save_checkpoint(out: Path, step: int, state: dict):
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
 
     if is_first_process():
-        write_whole(folder / "run.json", [b"{}"])
+        write_whole(folder / "run.json", [b"{}"])  # marks the folder as complete
         for other in checkpoints(out).keys() - {step}:
             shutil.rmtree(out / f"resume-{other}")
 
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
-    """Restores the newest checkpoint and the logs of its step, unless it is of another run. Returns the step, or 0."""
+    """Restores the newest checkpoint, and cuts the logs to its step. Refuses another run's. Returns the step, or 0."""
     file = out / "args.json"
     saved = json.loads(file.read_text()) if file.exists() else run
     differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
@@ -918,7 +919,7 @@ def save_model(model, tokenizer, folder: Path, args: Args):
     converted = {}  # by address, so that tied weights stay one tensor
     for name, weight in state.items():
         if not weight.isfinite().all():
-            raise BadInput("the weights are not finite after the last step: lower --lr")
+            raise BadInput("the weights are not finite: lower --lr")
         if weight.is_floating_point() and not names_in_float32(core).search(name):
             state[name] = converted.setdefault(weight.data_ptr(), weight.to(getattr(torch, args.dtype)))
 
@@ -926,7 +927,7 @@ def save_model(model, tokenizer, folder: Path, args: Args):
     shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     model.save_pretrained(hidden, state_dict=state)
     tokenizer.save_pretrained(hidden)
-    if model is core:  # no adapter: its config names the dtype of training, and not that of the saved weights
+    if model is core:  # no adapter: the config still names the dtype of training
         core.config.dtype = args.dtype
         core.config.save_pretrained(hidden)
 
@@ -947,7 +948,7 @@ if __name__ == "__main__":
             sentence += f": pip install {error.name}"
         if isinstance(error, torch.OutOfMemoryError):
             sentence += ": lower --tokens_per_forward or --rollout_tokens, or add --gradient_checkpointing"
-        if error.__cause__:  # what another function raised, such as a template
-            traceback.print_exception(error.__cause__)
+        if error.__cause__ or isinstance(error, ModuleNotFoundError):  # raised by a template, a reward, ..
+            traceback.print_exception(error.__cause__ or error)
         print("rloo.py:", sentence, file=sys.stderr)
         sys.exit(2)

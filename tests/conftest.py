@@ -20,7 +20,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """Tests that fork come first: threads may hang a fork, and a GPU is simulated only before any backward."""
-    first = ["test_simulate.py", "test_processes.py"]
+    first = ["test_processes.py"]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 

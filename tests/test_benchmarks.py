@@ -1,5 +1,4 @@
 """Every benchmark runs with tiny sizes; docs/trl.md and docs/cache.md are true."""
-import json
 import os
 import re
 import subprocess
@@ -35,30 +34,6 @@ def test_benchmark_prints_rows(line, row):
 
 
 @pytest.mark.slow
-def test_comparison_of_a_real_model_gives_losses_rewards_and_a_picture(tmp_path):
-    """Here with the demo's model. The losses of both sides are equal."""
-    pytest.importorskip("trl")
-    pytest.importorskip("matplotlib")
-    line = {"prompt": "\n\nHuman: what is it?\n\nAssistant:", "chosen": " a kitchen", "rejected": " the garden"}
-    (tmp_path / "hh.jsonl").write_text("".join(json.dumps(line | {"chosen": f" a {n}"}) + "\n" for n in range(4)))
-    start("against_trl", "--model", f"{ROOT}/demo/model", "--data", tmp_path / "hh.jsonl", "--tiny",
-          "--results", tmp_path / "found.json")
-
-    results = json.loads((tmp_path / "found.json").read_text())
-    assert list(results) == ["dpo", "kto", "rloo 16+4, k=2", "rloo sums, k=2"]
-    for work in ("dpo", "kto"):
-        (ours,), (theirs,) = results[work]["refcache"], results[work]["trl"]
-        assert len(ours["steps"]) == 2 and ours["reference"] > 0
-        assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-4)
-    for side in ("refcache", "trl"):
-        (run,) = results["rloo sums, k=2"][side]
-        assert len(run["rewards"]) == 2 and [step for step, _ in run["held_out"]] == [0, 2]
-
-    table = start("plot", tmp_path / "found.json", "--out", tmp_path / "curves.png")
-    assert "| rloo sums, k=2 | " in table and (tmp_path / "curves.png").exists()
-
-
-@pytest.mark.slow
 def test_frontier_gives_table_and_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     start("frontier", "--out", tmp_path, "--tiny")
@@ -90,29 +65,6 @@ def test_cache_becomes_columns_and_a_cache_again(tmp_path):
     for row, (x, (w, l)) in zip(published, groups):
         assert (row["ref_chosen_logps"], row["ref_rejected_logps"]) == (cache[x, w].sum(), cache[x, l].sum())
     assert names["read_columns"](published, reference="a").table == cache.table
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bf16, dtype, limit", [(False, "float32", 1e-6), (True, "bfloat16", 2e-3)])
-def test_losses_of_trl_page_equal_those_of_trl(bf16, dtype, limit, tmp_path):
-    """Within the rounding of the dtype, which the header of the file names."""
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-    names = {}
-    exec(code_of("trl.md"), names)
-    names["CachedDPOTrainer"].cache_file = str(tmp_path / "cache.pkl")
-    rows = [json.loads(line) for line in open(ROOT / "demo/pairs.jsonl").readlines()[:12]]
-    losses = []
-    for kind in (trl.DPOTrainer, names["CachedDPOTrainer"]):
-        config = trl.DPOConfig(
-            output_dir=str(tmp_path), precompute_ref_log_probs=True, max_steps=3, per_device_train_batch_size=4,
-            max_length=24, use_cpu=True, bf16=bf16, report_to="none", save_strategy="no", logging_steps=1)
-        trainer = kind(model=f"{ROOT}/demo/model", args=config, train_dataset=Dataset.from_list(rows))
-        trainer.train()
-        losses.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
-    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=limit)
-    with open(tmp_path / "cache.pkl", "rb") as file:
-        assert json.loads(file.readline())["dtype"] == dtype
 
 
 @pytest.mark.slow

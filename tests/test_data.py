@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-import runpy
 import sys
 from itertools import count, product
 from pathlib import Path
@@ -27,6 +26,7 @@ with open(ROOT / "demo/pairs.jsonl") as lines:
     CHATS = [json.loads(next(lines)) for _ in range(12)]
 PROMPT, CHOSEN, REJECTED = (CHATS[0][name] for name in ("prompt", "chosen", "rejected"))
 TEXT = dict(prompt="The tea", chosen=" was warm.", rejected=" was bad.")
+RATED = dict(prompt="The tea", completion=" was warm.", label=True)
 NO_PROMPT = dict(chosen="The tea was warm.", rejected="The tea was bad.")
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" \
         "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -145,23 +145,6 @@ def test_strings_beside_a_template_are_reported(load, capsys, row, tokenizer, is
 
 # --- demo/prepare_chat.py
 
-def test_strings_and_dialogues_become_messages():
-    convert = runpy.run_path(str(ROOT / "demo/prepare_chat.py"))["convert"]
-    question, messages = dict(prompt="How was it?"), chat("How was it?", "Good.", "Bad.")
-    assert convert(question) == dict(prompt=messages["prompt"])
-    assert convert(question | dict(chosen=" Good. ", rejected="Bad.", id=7)) == messages | dict(id=7)
-    rated = dict(completion="Good.", label=False)
-    assert convert(question | rated) == rated | dict(prompt=messages["prompt"], completion=messages["chosen"])
-
-    start = "\n\nHuman: Warm?\n\nAssistant: No.\n\nHuman: Now?\n\nAssistant:"  # as in Anthropic's HH
-    good = dict(chosen=start + " It is.", rejected=start + " It was.")
-    prompt = said("Warm?", "user") + said("No.") + said("Now?", "user")
-    for row in (good, dict(prompt=start, chosen=" It is.", rejected=" It was.")):
-        assert convert(row) == dict(prompt=prompt, chosen=said("It is."), rejected=said("It was."))
-    for bad in (dict(rejected=good["rejected"].replace("No", "Yes")), dict(chosen=start)):
-        assert convert(good | bad) is None
-
-
 # --- The boundary between prompt and answer
 
 @parametrize("ends", [("s warm.", "s bad."), ("s warm.", ", bad."), (", warm.", "s bad.")])
@@ -253,14 +236,15 @@ def test_long_rows_are_dropped_and_counted(load, capsys):
     assert len(load(rows, max_length=limit - 1)) == 18
 
 
-@parametrize("good, bad", [
-    (TEXT, dict(prompt="")), (TEXT, dict(chosen=" \n")), (TEXT, dict(rejected="")), (NO_PROMPT, dict(chosen="x"))])
-def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad):
+@parametrize("good, bad, script", [
+    (TEXT, dict(prompt=""), dpo), (TEXT, dict(chosen=" \n"), dpo), (TEXT, dict(rejected=""), dpo),
+    (NO_PROMPT, dict(chosen="x"), dpo), (RATED, dict(completion=" "), kto), (RATED, dict(prompt=""), rloo)])
+def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, script):
     bad = good | bad
-    assert len(load([good, bad, good, bad])) == 2
-    assert "2 of 4 rows" in (printed := capsys.readouterr().out) and "2 dropped: empty, or without a prompt" in printed
+    assert len(load([good, bad, good, bad], script=script)) == 2
+    assert re.search("2 of 4 rows;.* 2 dropped: empty", capsys.readouterr().out)
     with bad_input("rows.jsonl: too few rows"):
-        load([good, bad, bad])
+        load([good, bad, bad], script=script)
 
 
 # --- Rows that are refused

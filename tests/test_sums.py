@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from models import parametrize
 from runs import ROOT, read
 
 import rloo
@@ -27,13 +26,6 @@ def test_files_have_no_sum_in_both_and_right_answers(tmp_path):
         rewards = SUMS["right"]([], [row["completion"] for row in rated], [row["answer"] for row in rated])
         assert rewards == [float(row["label"]) for row in rated]
     assert questions[""] and questions["_test"] and not questions[""] & questions["_test"]
-
-
-@parametrize("completion, expected", [
-    ("8", 1.0), ("3 + 5 = 8", 1.0), ("3 + 5 = 8.", 1.0), ("8, or 9", 0.0), ("eight", 0.0), ("", 0.0), ("80", 0.0),
-    ([{"role": "assistant", "content": "It is 8"}], 1.0)])
-def test_the_last_number_counts(completion, expected):
-    assert SUMS["right"]([""], [completion], ["8"]) == [expected]
 
 
 @pytest.mark.slow
