@@ -336,8 +336,8 @@ def pretend(gpu: FakeGPU):
     stream.return_value.is_capturing.return_value = False
     answers = dict(
         is_available=True, device_count=1, current_device=0, is_bf16_supported=True, get_device_capability=(9, 0),
-        current_stream=stream(), stream=contextlib.nullcontext(), set_stream=None, set_device=None, empty_cache=None,
-        _lazy_init=None)
+        get_device_name="simulated", current_stream=stream(), stream=contextlib.nullcontext(), set_stream=None,
+        set_device=None, empty_cache=None, _lazy_init=None)
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.Stream = torch.cuda.Event = stream
