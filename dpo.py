@@ -364,7 +364,6 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
     warmup_steps = round(args.warmup * steps) if args.warmup < 1 else args.warmup
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
-
     remaining = (steps - step + 1) / (steps - warmup_steps)
     factors = {"constant": 1.0, "linear": remaining, "cosine": (1 - math.cos(math.pi * remaining)) / 2}
     return args.lr * factors[args.schedule]
@@ -574,6 +573,7 @@ def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> Row:
         options = args.chat_template_kwargs | (columns.get("chat_template_kwargs") or {})
         render = partial(tokenizer.apply_chat_template, tokenize=False, tools=columns.get("tools"), **options)
         texts = [render(prompt, add_generation_prompt=True)] + [render(prompt + answer) for answer in answers]
+
         for answer, text in zip(answers, texts[1:]):
             plain = [{"role": message["role"], "content": message.get("content", "")} for message in answer]
             if plain != answer and render(prompt + plain) == text:

@@ -386,7 +386,6 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
     warmup_steps = round(args.warmup * steps) if args.warmup < 1 else args.warmup
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
-
     remaining = (steps - step + 1) / (steps - warmup_steps)
     factors = {"constant": 1.0, "linear": remaining, "cosine": (1 - math.cos(math.pi * remaining)) / 2}
     return args.lr * factors[args.schedule]
