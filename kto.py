@@ -31,6 +31,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import re
 import runpy
 import shutil
@@ -76,7 +77,6 @@ DEMO = dict(
 MAY_CHANGE = ("model ref_model data eval_data eval_size chat_template_kwargs max_length out ref_cache wandb "
               "tokens_per_forward gradient_checkpointing save_every eval_every").split()
 SMALLEST = dict(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, max_new_tokens=1)  # else 0
-TOKENS = {}  # id -> id: with one object for equal ids the data takes 8 bytes per token instead of 36
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -88,7 +88,7 @@ class Args:
     eval_size: int = 128  # number of prompts that are split off --data, at most a tenth of them
     chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # such as enable_thinking False
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
-    out: str | None = None  # folder of the run; None: out/kto, or out/kto-2 if that is finished
+    out: str = "out/kto"  # folder of the run
 
     ref: Literal["cache", "swap", "live"] = "cache"  # the reference: cached, swapped in, or on the GPU
     ref_model: str | None = None  # the reference; None: the policy before training
@@ -264,31 +264,35 @@ def train(args: Args, out: Path) -> list[dict]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
+    first = train_rows[0]
     print("The first row, | before each trained token:")
-    print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].completion), sep="|")
+    print(tokenizer.decode(first.prompt), *map(tokenizer.decode, first.completion), sep="|")
     print_balance(train_rows, args)
     if args.loss == "kto":
         eval_rows = draw_others(eval_rows, train_rows, args)
         train_rows = draw_others(train_rows, train_rows, args)
 
     batch_size = min(args.batch_size, len(train_rows))
-    steps = args.steps if args.steps >= 0 else math.ceil(args.epochs * len(train_rows) / batch_size)
+    steps = args.steps
+    if steps == -1:
+        steps = math.ceil(args.epochs * len(train_rows) / batch_size)
     ordered_rows = rows_in_order(train_rows, steps * batch_size, args.seed)
     print(f"{steps} steps of {batch_size} rows, lr {args.lr:g}, reference: {args.ref}")
 
     run = describe_run(train_rows, eval_rows, args)
     score = load_function(args.score) if args.score else None
-    if score and eval_rows:  # it is tried on one row, so that it does not fail after the reference's pass
-        score_answers(score, eval_rows[:1], [tokenizer.decode(eval_rows[0].completion)], args)
+    if score and eval_rows:  # try it on one answer, so that it does not fail after the reference's pass
+        answer = tokenizer.decode(eval_rows[0].completion, skip_special_tokens=True)
+        score_answers(score, eval_rows[:1], [answer], args)
 
     # The reference comes first, so that memory never holds both models.
     if args.ref == "cache":
         reference = ReferenceCache(name=args.ref_model, reference=run["ref_model's weights"], dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
+        load_reference = partial(load_model, args.ref_model, device, args)
         scored = (ordered_rows or train_rows) + eval_rows  # --steps 0 fills the cache with all rows
         # It loads the reference model, scores what the file lacks, saves it there, and frees the model.
-        reference.fill(lambda: load_model(args.ref_model, device, args), groups(scored + with_others(scored)),
-                       args.tokens_per_forward, path)
+        reference.fill(load_reference, groups(scored + with_others(scored)), args.tokens_per_forward, path)
     if steps == 0:
         return []
 
@@ -296,14 +300,15 @@ def train(args: Args, out: Path) -> list[dict]:
     policy = load_model(args.model, device, args, trains=True)
     if args.ref == "live":
         reference = nullcontext(load_model(args.ref_model, device, args))
-    elif args.ref != "cache":  # swap
+    elif args.ref == "swap":
         is_other = args.ref_model != args.model
         reference = Swap(policy, load_model(args.ref_model, "cpu", args) if is_other else None)
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    matrices = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
-    vectors = {"params": [weight for weight in weights if weight.dim() <= 1]}  # norms and biases do not decay
-    optimizer = torch.optim.AdamW([matrices, vectors], lr=0.0, weight_decay=0.0, fused=True)  # the loop sets lr
+    vectors = [weight for weight in weights if weight.dim() <= 1]  # norms and biases do not decay
+    matrices = [weight for weight in weights if weight.dim() > 1]
+    parameters = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=args.weight_decay, fused=True)  # the loop sets lr
 
     state = training_state(policy, optimizer)  # what a checkpoint holds
     last_step = restore_checkpoint(out, run, state)
@@ -323,15 +328,16 @@ def train(args: Args, out: Path) -> list[dict]:
             check_agreement(values["logratio"], args.dtype)
 
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
-        values["grad_norm"] = full_tensor(grad_norm).item()
         values["learning_rate"] = learning_rate(step, steps, args)
-        if not math.isfinite(values["loss"] + values["grad_norm"]):
-            raise BadInput(f"step {step}: loss or gradient is not finite: lower --lr")
-
         for group in optimizer.param_groups:
             group["lr"] = values["learning_rate"]
         optimizer.step()
         optimizer.zero_grad()
+
+        values["grad_norm"] = full_tensor(grad_norm).item()
+        weight_norm = full_tensor(torch.nn.utils.get_total_norm(weights)).item()
+        if not math.isfinite(values["loss"] + values["grad_norm"] + weight_norm):
+            raise BadInput(f"step {step}: loss, gradient or weights are not finite: lower --lr")
 
         values["seconds"] = time.monotonic() - began
         values["tokens_per_second"] = count_tokens(groups(rows)) / values["seconds"]
@@ -385,13 +391,11 @@ def resolve(args: Args) -> Args:
         if isinstance(value, (int, float)) and not value >= smallest:  # `not >=` also catches NaN
             raise BadInput(f"--{flag} {value}: must be at least {smallest}")
 
-    if args.out is None:
-        folders = ["out/kto"] + [f"out/kto-{n}" for n in range(2, 1000)]
-        args.out = next(folder for folder in folders if not Path(folder, "model").exists())
     is_adapter = args.model and base_of(args.model) != args.model
     mistakes = {
         "give both --model and --data, or neither for the demo": not (args.model and args.data),
         "--lora_alpha and --lora_target need --lora_r": not args.lora_r and (args.lora_alpha or args.lora_target),
+        "--lora_r makes a new adapter, but --model is one": args.lora_r and is_adapter,
         f"{args.out} holds a finished run: name another --out": Path(args.out, "model").exists(),
     }
     for sentence, is_made in mistakes.items():
@@ -503,13 +507,12 @@ def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
         eval_rows = load_rows(args.eval_data, tokenizer, args)
     else:
         prompts = sorted({row.whole_prompt for row in rows})
-        order = np.random.default_rng([0, 0, *b"hold_out"]).permutation(len(prompts))  # --seed changes nothing here
-        held_out = {prompts[i] for i in order[:min(args.eval_size, len(prompts) // 10)]}
+        n = min(args.eval_size, len(prompts) // 10)
+        held_out = set(random.Random(0).sample(prompts, n))  # --seed changes nothing here
         eval_rows = [row for row in rows if row.whole_prompt in held_out]
         rows = [row for row in rows if row.whole_prompt not in held_out]
 
-    n_shared = len({row.whole_prompt for row in rows} & {row.whole_prompt for row in eval_rows})
-    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out, {n_shared} prompts in both")
+    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out")
     return rows, eval_rows
 
 
@@ -541,14 +544,12 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
 def read_rows(source: str) -> list:
     """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line."""
     ending = Path(source).suffix
-    if ending in (".jsonl", ".json"):
+    if ending == ".jsonl":
         text = Path(source).read_text(encoding="utf-8-sig")
-        if text.lstrip().startswith("["):
-            return json.loads(text)
         return [line for line in text.split("\n") if line.strip()]
 
     import datasets
-    if ending in (".csv", ".parquet"):
+    if ending in (".json", ".csv", ".parquet"):
         return list(datasets.load_dataset(ending[1:], data_files=source, split="train"))
     name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
     split = config.pop() if config else "train"
@@ -557,7 +558,8 @@ def read_rows(source: str) -> list:
 
 def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> list[Row]:
     """Tokenizes a row of the data, a dict or a line of JSON. `counts` says what is unusual about the rows."""
-    columns = json.loads(columns) if isinstance(columns, str) else columns
+    if isinstance(columns, str):
+        columns = json.loads(columns)
     prompt, answers = split_prompt(columns, counts)
     labels = [True, False]
     if len(answers) == 1:
@@ -570,12 +572,11 @@ def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> list[
         texts = [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
         full, plain = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
         bos = full[:full.index(plain[0])]
-        if tokenizer.chat_template:
-            counts["strings, without the chat template; see demo/prepare_chat.py"] += 1
     else:
         options = args.chat_template_kwargs | (columns.get("chat_template_kwargs") or {})
         render = partial(tokenizer.apply_chat_template, tokenize=False, tools=columns.get("tools"), **options)
-        texts = [render(prompt, add_generation_prompt=True)] + [render(prompt + answer) for answer in answers]
+        texts = [render(prompt, add_generation_prompt=True)]
+        texts += [render(prompt + answer) for answer in answers]
 
         for answer, text in zip(answers, texts[1:]):
             plain = [{"role": message["role"], "content": message.get("content", "")} for message in answer]
@@ -586,7 +587,7 @@ def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> list[
 
     all_ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
     all_ids = [ids if ids[:len(bos)] == bos else bos + ids for ids in all_ids]
-    whole_prompt, *sequences = [tuple(map(TOKENS.setdefault, ids, ids)) for ids in all_ids]
+    whole_prompt, *sequences = map(tuple, all_ids)
     columns = columns | {"prompt": prompt} if args.score else {}
 
     # The prompt is the part that both share. Its end may differ: a token spans it, or the template changes it.
@@ -622,8 +623,6 @@ def split_prompt(columns: dict, counts: Counter) -> tuple[str | list, list]:
 
 def clean(text: str | list | None):
     """A prompt or an answer. Messages lose columns that are null, and their parts of text are joined."""
-    if isinstance(text, str) and re.match(r"""\s*\[?\{['"](role|content)['"]:""", text):
-        raise ValueError("messages written as a string")
     if not isinstance(text, list):
         return text
 
@@ -779,7 +778,9 @@ def save_checkpoint(out: Path, step: int, state: dict):
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and cuts the logs to its step. Refuses another run's. Returns the step, or 0."""
     file = out / "args.json"
-    saved = json.loads(file.read_text()) if file.exists() else run
+    saved = run
+    if file.exists() or (out / "metrics.jsonl").exists():  # a log without args.json is another program's
+        saved = json.loads(file.read_text())
     differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
     if differing:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
@@ -828,8 +829,6 @@ def save_model(model, tokenizer, folder: Path, args: Args):
     core = unwrap_model(model)
     converted = {}  # by address, so that tied weights stay one tensor
     for name, weight in state.items():
-        if not weight.isfinite().all():
-            raise BadInput("the weights are not finite: lower --lr")
         if weight.is_floating_point() and not names_in_float32(core).search(name):
             state[name] = converted.setdefault(weight.data_ptr(), weight.to(getattr(torch, args.dtype)))
 
@@ -852,13 +851,14 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, ModuleNotFoundError, torch.OutOfMemoryError) as error:
-        sentence = str(error)
-        if isinstance(error, ModuleNotFoundError):
-            sentence += f": pip install {error.name}"
-        if isinstance(error, torch.OutOfMemoryError):
-            sentence += ": lower --tokens_per_forward, or add --gradient_checkpointing"
-        if error.__cause__ or isinstance(error, ModuleNotFoundError):  # raised by a template, a reward, ..
-            traceback.print_exception(error.__cause__ or error)
-        print("kto.py:", sentence, file=sys.stderr)
+    except BadInput as error:
+        if error.__cause__:  # raised by a template, a reward, ..
+            traceback.print_exception(error.__cause__)
+        print("kto.py:", error, file=sys.stderr)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        error.add_note(f"pip install {error.name}")
+        raise
+    except torch.OutOfMemoryError as error:
+        error.add_note("lower --tokens_per_forward, or add --gradient_checkpointing")
+        raise

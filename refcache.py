@@ -87,8 +87,8 @@ class ReferenceCache(Mapping):
             self.load(path)
         missing = self.missing(groups)
         n_missing = count_completions(missing)
-        print(f"reference log-probs: {count_completions(ReferenceCache().missing(groups)) - n_missing} answers are in "
-              f"{path}, {n_missing} are computed now")
+        n_known = count_completions(ReferenceCache().missing(groups)) - n_missing
+        print(f"reference log-probs: {n_known} answers are in {path}, {n_missing} are computed now")
 
         # The processes divide what is missing, so it must be the same for all of them.
         digest = hash(tuple((prompt, *completions) for prompt, completions in missing))
@@ -239,8 +239,10 @@ def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384):
 
 def checkpoint_folder(name: str) -> Path:
     """The folder of a checkpoint: the name itself, or where the hub's checkpoint of this name was downloaded to."""
+    if Path(name).is_dir():
+        return Path(name)
     patterns = ["*.json", "*.jinja", "*model*.safetensors"]
-    return Path(name if Path(name).is_dir() else snapshot_download(name, allow_patterns=patterns))
+    return Path(snapshot_download(name, allow_patterns=patterns))
 
 
 def checkpoint_digest(name: str) -> str:
@@ -456,7 +458,10 @@ def ragged(flat, groups) -> Ragged:
 
 def sum_tokens(values: Ragged):
     """Sums over the tokens of each completion: (B, k) for B groups of k completions."""
-    return torch.stack([torch.stack([tokens.sum() for tokens in completions]) for completions in values])
+    sums = []
+    for completions in values:
+        sums.append(torch.stack([tokens.sum() for tokens in completions]))
+    return torch.stack(sums)
 
 
 def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None) -> Ragged:
@@ -532,7 +537,8 @@ def pack(lengths, budget: int, rows=None) -> list[list[int]]:
 # ---- Shared prompts: one flat row per forward, without padding -------
 
 SHARED = "sdpa_shared_prompt"  # with "sdpa" in its name, transformers rejects it for models without sdpa
-sdpa, sdpa_mask = AttentionInterface()["sdpa"], AttentionMaskInterface()["sdpa"]
+sdpa = AttentionInterface()["sdpa"]
+sdpa_mask = AttentionMaskInterface()["sdpa"]
 
 
 def to_device(values, device):
@@ -616,8 +622,9 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
     if one_kernel_serves(query, value) and not kwargs.get("dropout"):
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, D)
         window = (sliding_window - 1 if sliding_window else -1, 0)  # how far a query sees back, and ahead
-        return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max(sizes_q), max(sizes_k), window_size=window,
-                           scale=kwargs.get("scaling"), enable_gqa=True)[None], None
+        output = varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max(sizes_q), max(sizes_k), window_size=window,
+                             scale=kwargs.get("scaling"), enable_gqa=True)
+        return output[None], None
 
     # On a CPU, and in float32, one ordinary attention for each span is as fast.
     outputs = []
@@ -634,7 +641,8 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
 
 def one_kernel_serves(query, value):
     """Whether one varlen_attn call can serve all spans. On CUDA a loop over them is bound by kernel launches."""
-    size, half = query.shape[-1], query.dtype in (torch.bfloat16, torch.float16)
+    size = query.shape[-1]
+    half = query.dtype in (torch.bfloat16, torch.float16)
     return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
             and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
 

@@ -34,6 +34,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import re
 import runpy
 import shutil
@@ -90,7 +91,7 @@ class Args:
     eval_size: int = 64  # number of prompts that are split off --data, at most a tenth of them
     chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # such as enable_thinking False
     max_length: int = 1024  # tokens of a prompt; longer ones are dropped and counted
-    out: str | None = None  # folder of the run; None: out/rloo, or out/rloo-2 if that is finished
+    out: str = "out/rloo"  # folder of the run
 
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; the values of several functions are summed
     reward_model: str | None = None  # classifier with one output: folder or hub name
@@ -174,7 +175,7 @@ class Samples(NamedTuple):
     entropy: torch.Tensor  # (B, k): summed over tokens
 
 
-def forwards(model, samples: Samples, args: Args):
+def micro_batch_logprobs(model, samples: Samples, args: Args):
     """Yields for each micro-batch the indices of its prompts, log π of the tokens of their samples, (b, k, T), and its
     weight in a sum (see micro_batches)."""
     T = samples.mask.shape[2]
@@ -191,7 +192,7 @@ def compute_logprobs(reference, samples: Samples, device: str, args: Args) -> to
     all_logps = torch.zeros(samples.mask.shape, device=device)
     if reference:
         with reference as model:
-            for indices, logps, weight in forwards(model, samples, args):
+            for indices, logps, weight in micro_batch_logprobs(model, samples, args):
                 all_logps[indices] += logps * weight
     return all_reduce(all_logps)
 
@@ -203,7 +204,7 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
     all_logps = torch.zeros_like(ref_logps)
     totals = torch.zeros(2, device=ref_logps.device)  # of the loss, and of clipped ratios
 
-    for indices, logps, weight in forwards(policy, samples, args):
+    for indices, logps, weight in micro_batch_logprobs(policy, samples, args):
         old = logps.detach() if old_logps is None else old_logps[indices]
         advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
         losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)  # (b, k)
@@ -276,7 +277,9 @@ def train(args: Args, out: Path) -> list[dict]:
     print(f"The first prompt:\n{tokenizer.decode(train_rows[0].prompt)}")
 
     batch_size = min(args.batch_size, len(train_rows))
-    steps = args.steps if args.steps >= 0 else math.ceil(args.epochs * len(train_rows) / batch_size)
+    steps = args.steps
+    if steps == -1:
+        steps = math.ceil(args.epochs * len(train_rows) / batch_size)
     ordered_rows = rows_in_order(train_rows, steps * batch_size, args.seed)
     print(f"{steps} steps of {batch_size} prompts, lr {args.lr:g}, reference: {args.ref if args.beta else 'none'}")
 
@@ -293,14 +296,16 @@ def train(args: Args, out: Path) -> list[dict]:
         reference = Swap(policy, load_model(args.ref_model, "cpu", args) if is_other else None)
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    matrices = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
-    vectors = {"params": [weight for weight in weights if weight.dim() <= 1]}  # norms and biases do not decay
-    optimizer = torch.optim.AdamW([matrices, vectors], lr=0.0, weight_decay=0.0, fused=True)  # the loop sets lr
+    vectors = [weight for weight in weights if weight.dim() <= 1]  # norms and biases do not decay
+    matrices = [weight for weight in weights if weight.dim() > 1]
+    parameters = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=args.weight_decay, fused=True)  # the loop sets lr
 
     state = training_state(policy, optimizer)  # what a checkpoint holds
     last_step = restore_checkpoint(out, run, state)
     if last_step == 0:
-        values = {"step": 0} | evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
+        values = {"step": 0}
+        values |= evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
         log_metrics(out, values, args)
 
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
@@ -328,22 +333,24 @@ def train(args: Args, out: Path) -> list[dict]:
                 old_logps = logps
             values |= losses  # the last update's are logged
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
-            values["grad_norm"] = full_tensor(grad_norm).item()
             values["learning_rate"] = learning_rate(step, steps, args)
-            if not math.isfinite(values["loss"] + values["grad_norm"]):
-                raise BadInput(f"step {step}: loss or gradient is not finite: lower --lr")
-
             for group in optimizer.param_groups:
                 group["lr"] = values["learning_rate"]
             optimizer.step()
             optimizer.zero_grad()
 
+            values["grad_norm"] = full_tensor(grad_norm).item()
+            weight_norm = full_tensor(torch.nn.utils.get_total_norm(weights)).item()
+            if not math.isfinite(values["loss"] + values["grad_norm"] + weight_norm):
+                raise BadInput(f"step {step}: loss, gradient or weights are not finite: lower --lr")
+
         # How far log π was from what the sampler computed, and from the reference.
         difference = (old_logps.cpu() - samples.logps).abs()
-        values["sampling/sampling_logp_difference/mean"] = (difference.sum() / samples.mask.sum()).item()
+        mean_difference = (difference.sum() / samples.mask.sum()).item()
+        values["sampling/sampling_logp_difference/mean"] = mean_difference
         values["sampling/sampling_logp_difference/max"] = difference.max().item()
         limit = (5e-2 if args.dtype == "bfloat16" else 1e-3) / min(1, args.temperature)
-        if step == 1 and not values["sampling/sampling_logp_difference/mean"] < limit:
+        if step == 1 and not mean_difference < limit:
             raise BadInput(f"{args.model}: a key-value cache changes its log-probs, so samples would be wrong")
 
         if reference:
@@ -406,9 +413,6 @@ def resolve(args: Args) -> Args:
         if isinstance(value, (int, float)) and not value >= smallest:  # `not >=` also catches NaN
             raise BadInput(f"--{flag} {value}: must be at least {smallest}")
 
-    if args.out is None:
-        folders = ["out/rloo"] + [f"out/rloo-{n}" for n in range(2, 1000)]
-        args.out = next(folder for folder in folders if not Path(folder, "model").exists())
     is_adapter = args.model and base_of(args.model) != args.model
     n_rewards = len(args.reward) + bool(args.reward_model)
     mistakes = {
@@ -416,6 +420,7 @@ def resolve(args: Args) -> Args:
         "give --reward or --reward_model, and one of --reward_weights for each or none":
             n_rewards == 0 or len(args.reward_weights) not in (0, n_rewards),
         "--lora_alpha and --lora_target need --lora_r": not args.lora_r and (args.lora_alpha or args.lora_target),
+        "--lora_r makes a new adapter, but --model is one": args.lora_r and is_adapter,
         f"{args.out} holds a finished run: name another --out": Path(args.out, "model").exists(),
     }
     for sentence, is_made in mistakes.items():
@@ -453,7 +458,7 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     logps, entropies = torch.zeros(2, *shape, device=core.device)
     with unsharded(policy):
         for batch in filter(None, batches):  # a process may have an empty one
-            drawn = decode(core, [prompts[i] for i in batch], to_device(u[batch], core.device), stops, args)
+            drawn = sample_batch(core, [prompts[i] for i in batch], to_device(u[batch], core.device), stops, args)
             places = to_device(batch, core.device)
             tokens[places], logps[places], entropies[places] = drawn
     tokens, logps, entropies = (all_reduce(tensor).cpu() for tensor in (tokens, logps, entropies))
@@ -472,7 +477,7 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     )
 
 
-def decode(core, prompts: list[tuple], u: torch.Tensor, stops: torch.Tensor, args: Args) -> tuple[torch.Tensor, ...]:
+def sample_batch(core, prompts: list[tuple], u: torch.Tensor, stops: torch.Tensor, args: Args) -> tuple:
     """Samples of some prompts: tokens, log-probs and entropies, (B, k, T). They are undefined after the end."""
     B, k, T = u.shape
     is_shared = has_shared_prompts(core)
@@ -487,10 +492,10 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: torch.Tensor, arg
         inputs = dict(input_ids=ids.repeat_interleave(k, dim=0))
     out = core(**inputs, use_cache=True)
     cache_name = next(name for name in out if isinstance(out[name], Cache))  # transformers 5.24 has renamed it
-    cache = out[cache_name]
+    kv_cache = out[cache_name]
     logits = out.logits[:, -1]
     if is_shared:  # every prompt was encoded once: copy its keys and values to k rows
-        cache.batch_repeat_interleave(k)
+        kv_cache.batch_repeat_interleave(k)
         logits = logits.repeat_interleave(k, dim=0)
 
     # From here on each sample is a row.
@@ -509,12 +514,12 @@ def decode(core, prompts: list[tuple], u: torch.Tensor, stops: torch.Tensor, arg
             break
 
         if is_shared and len(stay) < len(rows):
-            cache.batch_select_indices(stay)
+            kv_cache.batch_select_indices(stay)
             rows = rows[stay]
         inputs = dict(input_ids=tokens[rows, t, None], position_ids=lengths[rows, None] + t)
         if is_shared:
             inputs["attention_mask"] = mask[rows, :ids.shape[1] + t + 1]
-        logits = core(**inputs, **{cache_name: cache}, use_cache=True).logits[:, -1]
+        logits = core(**inputs, **{cache_name: kv_cache}, use_cache=True).logits[:, -1]
     return tokens.view(B, k, T), logps.view(B, k, T), entropies.view(B, k, T)
 
 
@@ -591,7 +596,8 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     inputs["prompts"] = inputs.pop("prompt")
     inputs["completions"] = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
                              for prompt, text in zip(inputs["prompts"], texts)]
-    inputs["completion_ids"] = list(map(list, chain(*(completions for _, completions in samples.groups[own]))))
+    completion_ids = chain(*(completions for _, completions in samples.groups[own]))
+    inputs["completion_ids"] = list(map(list, completion_ids))
     inputs["ended"] = samples.ended[own].flatten().tolist()
 
     total = torch.full(samples.ended.shape, math.nan)  # (B, k)
@@ -660,13 +666,12 @@ def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
         eval_rows = load_rows(args.eval_data, tokenizer, args)
     else:
         prompts = sorted({row.prompt for row in rows})
-        order = np.random.default_rng([0, 0, *b"hold_out"]).permutation(len(prompts))  # --seed changes nothing here
-        held_out = {prompts[i] for i in order[:min(args.eval_size, len(prompts) // 10)]}
+        n = min(args.eval_size, len(prompts) // 10)
+        held_out = set(random.Random(0).sample(prompts, n))  # --seed changes nothing here
         eval_rows = [row for row in rows if row.prompt in held_out]
         rows = [row for row in rows if row.prompt not in held_out]
 
-    n_shared = len({row.prompt for row in rows} & {row.prompt for row in eval_rows})
-    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out, {n_shared} prompts in both")
+    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out")
     return rows, eval_rows
 
 
@@ -698,14 +703,12 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
 def read_rows(source: str) -> list:
     """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line."""
     ending = Path(source).suffix
-    if ending in (".jsonl", ".json"):
+    if ending == ".jsonl":
         text = Path(source).read_text(encoding="utf-8-sig")
-        if text.lstrip().startswith("["):
-            return json.loads(text)
         return [line for line in text.split("\n") if line.strip()]
 
     import datasets
-    if ending in (".csv", ".parquet"):
+    if ending in (".json", ".csv", ".parquet"):
         return list(datasets.load_dataset(ending[1:], data_files=source, split="train"))
     name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
     split = config.pop() if config else "train"
@@ -714,7 +717,8 @@ def read_rows(source: str) -> list:
 
 def encode(columns: dict | str, tokenizer, args: Args) -> Row:
     """Tokenizes the prompt of a row, a dict or a line of JSON."""
-    columns = json.loads(columns) if isinstance(columns, str) else columns
+    if isinstance(columns, str):
+        columns = json.loads(columns)
     prompt = clean(columns["prompt"])
     if isinstance(prompt, str):
         ids = tokenize(tokenizer, prompt)
@@ -729,8 +733,6 @@ def encode(columns: dict | str, tokenizer, args: Args) -> Row:
 
 def clean(text: str | list | None):
     """A prompt or an answer. Messages lose columns that are null, and their parts of text are joined."""
-    if isinstance(text, str) and re.match(r"""\s*\[?\{['"](role|content)['"]:""", text):
-        raise ValueError("messages written as a string")
     if not isinstance(text, list):
         return text
 
@@ -868,7 +870,9 @@ def save_checkpoint(out: Path, step: int, state: dict):
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     """Restores the newest checkpoint, and cuts the logs to its step. Refuses another run's. Returns the step, or 0."""
     file = out / "args.json"
-    saved = json.loads(file.read_text()) if file.exists() else run
+    saved = run
+    if file.exists() or (out / "metrics.jsonl").exists():  # a log without args.json is another program's
+        saved = json.loads(file.read_text())
     differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
     if differing:
         raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
@@ -917,8 +921,6 @@ def save_model(model, tokenizer, folder: Path, args: Args):
     core = unwrap_model(model)
     converted = {}  # by address, so that tied weights stay one tensor
     for name, weight in state.items():
-        if not weight.isfinite().all():
-            raise BadInput("the weights are not finite: lower --lr")
         if weight.is_floating_point() and not names_in_float32(core).search(name):
             state[name] = converted.setdefault(weight.data_ptr(), weight.to(getattr(torch, args.dtype)))
 
@@ -941,13 +943,14 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except (BadInput, ModuleNotFoundError, torch.OutOfMemoryError) as error:
-        sentence = str(error)
-        if isinstance(error, ModuleNotFoundError):
-            sentence += f": pip install {error.name}"
-        if isinstance(error, torch.OutOfMemoryError):
-            sentence += ": lower --tokens_per_forward or --rollout_tokens, or add --gradient_checkpointing"
-        if error.__cause__ or isinstance(error, ModuleNotFoundError):  # raised by a template, a reward, ..
-            traceback.print_exception(error.__cause__ or error)
-        print("rloo.py:", sentence, file=sys.stderr)
+    except BadInput as error:
+        if error.__cause__:  # raised by a template, a reward, ..
+            traceback.print_exception(error.__cause__)
+        print("rloo.py:", error, file=sys.stderr)
         sys.exit(2)
+    except ModuleNotFoundError as error:
+        error.add_note(f"pip install {error.name}")
+        raise
+    except torch.OutOfMemoryError as error:
+        error.add_note("lower --tokens_per_forward or --rollout_tokens, or add --gradient_checkpointing")
+        raise

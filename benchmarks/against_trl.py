@@ -587,7 +587,7 @@ def compare_model(args: Args):
 
         with tempfile.TemporaryDirectory() as folder:
             given = replace(args, folder=folder, eps=1e-8, **sizes)  # 1e-8: as people train
-            given.pairs = given.steps * given.batch_size  # each once
+            given.pairs = max(8, given.steps * given.batch_size)  # each at most once
             make_files(given, "model")
             notes.append(compare(given, "model", work, 0))
     print(*notes, sep="\n")

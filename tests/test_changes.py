@@ -344,6 +344,6 @@ def test_sft_is_a_mean_over_tokens(monkeypatch):
 
 def test_sft_leaves_out_undesirable_answers(tmp_path):
     rows = [dict(completion="a"), dict(completion="b", label=False), dict(chosen="c", rejected="d")]
-    (tmp_path / "rows.json").write_text(json.dumps([row | dict(prompt="?") for row in rows]))
-    rows = changed("sft").load_rows(f"{tmp_path}/rows.json", TOKENIZER, changed("sft").Args())
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | dict(prompt="?")) + "\n" for row in rows))
+    rows = changed("sft").load_rows(f"{tmp_path}/rows.jsonl", TOKENIZER, changed("sft").Args())
     assert [TOKENIZER.decode(row.completion[:-1]) for row in rows] == ["a", "c"]

@@ -106,7 +106,7 @@ def record_with_fixed_addresses(core, step):
     def addresses():
         cells = getclosurevars(step).nonlocals
         cells |= getclosurevars(cells["sample"]).nonlocals | cells["inputs"]
-        for i, layer in enumerate(cells["cache"].layers):
+        for i, layer in enumerate(cells["kv_cache"].layers):
             cells |= {f"keys {i}": layer.keys, f"values {i}": layer.values}
         return {name: (x.data_ptr(), x.shape) for name, x in cells.items() if isinstance(x, torch.Tensor)}
 

@@ -102,11 +102,6 @@ def test_metrics_by_hand():
         assert value.tolist() == pytest.approx(expected[name]), name
 
 
-def test_each_loss_needs_a_weight():
-    with pytest.raises(ValueError):
-        weighted_loss(PAIRS, Args(loss=("sigmoid", "sft"), loss_weights=(1.0,)))
-
-
 @parametrize("difference, accuracy", [(0.05, 1.0), (-0.05, 0.0), (1e-6, 0.5), (-1e-6, 0.5), (0.0, 0.5)])
 def test_ties_are_judged_on_log_ratios_whatever_beta_is(difference, accuracy):
     pairs = PAIRS._replace(ratio_w=tensor([difference] * 2), ratio_l=tensor([0.0, 0.0]))

@@ -122,5 +122,10 @@ def test_adapter_of_more_than_weights_is_refused(config, tmp_path):
         load(tmp_path)
 
 
+def test_new_adapter_on_an_adapter_is_refused():
+    with bad_input("--lora_r makes a new adapter, but --model is one"):
+        dpo.resolve(arguments(model=adapt("sft"), lora_r=4))
+
+
 def test_adapter_has_the_learning_rate_of_adapters():
     assert [dpo.resolve(arguments(model=model, lr=None)).lr for model in (adapt("sft"), tiny())] == [1e-5, 1e-6]

@@ -278,6 +278,14 @@ def test_folder_of_another_run_or_script_is_refused(save_every, tmp_path, monkey
     assert contents(tmp_path) == before
 
 
+@EACH
+def test_log_of_another_program_is_not_touched(script, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("mine\n")
+    with pytest.raises(FileNotFoundError, match="args.json"):
+        SCRIPTS[script].main(arguments(script, out=str(tmp_path), steps=1))
+    assert (tmp_path / "metrics.jsonl").read_text() == "mine\n"
+
+
 def test_folder_of_a_finished_or_a_running_run_is_refused(tmp_path):
     finished = whole("dpo")
     before = contents(finished)

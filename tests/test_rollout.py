@@ -119,10 +119,10 @@ def test_rows_that_leave_early_change_no_other_row(name, monkeypatch):
 def test_rollout_tokens_bounds_every_batch(monkeypatch):
     places = []
 
-    def spy(core, prompts, u, *rest, real=rloo.decode):
+    def spy(core, prompts, u, *rest, real=rloo.sample_batch):
         places.append(u.shape[1] * len(prompts) * (max(map(len, prompts)) + u.shape[2]))
         return real(core, prompts, u, *rest)
-    monkeypatch.setattr(rloo, "decode", spy)
+    monkeypatch.setattr(rloo, "sample_batch", spy)
     roll(model_of("llama"), flags(rollout_tokens=300), PROMPTS * 4)
     assert max(places) <= 300 and len(places) < 16
 
