@@ -40,7 +40,6 @@ import runpy
 import shutil
 import sys
 import time
-import traceback
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -91,7 +90,7 @@ class Args:
     eval_size: int = 64  # number of prompts that are split off --data, at most a tenth of them
     chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # such as enable_thinking False
     max_length: int = 1024  # tokens of a prompt; longer ones are dropped and counted
-    out: str = "out/rloo"  # folder of the run
+    out: str | None = None  # folder of the run; None: out/rloo, or out/rloo-2 if that is finished
 
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; the values of several functions are summed
     reward_model: str | None = None  # classifier with one output: folder or hub name
@@ -146,14 +145,13 @@ def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (B, 1)
     sum_of_others = rewards.nansum(dim=1, keepdim=True) - rewards
     advantages = rewards - sum_of_others / (counts - 1)  # of (1)
-    return torch.where(counts > 1, advantages, 0.0).nan_to_num(0.0)
+    return advantages.nan_to_num(0.0)  # NaN: left out, or the only sample (0 / 0)
 
 
 def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float):
     """The loss of each sample, (B, k), or of each token, (B, k, T), and whether its ratio is clipped. Where
     old_logp = logp the gradient is −advantage · ∇ log π(y|x), as in (1)."""
-    log_ratio = (logp - old_logp).clamp(max=88)  # e^89 is inf, and inf · 0 is NaN
-    ratio = torch.exp(log_ratio)
+    ratio = (logp - old_logp).clamp(max=88).exp()  # e^89 is inf, and inf · 0 is NaN
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     return -torch.minimum(unclipped, clipped), clipped < unclipped
@@ -225,7 +223,7 @@ def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
     """Metrics of samples and their rewards, (B, k). A sample whose reward is NaN is left out of the reward metrics."""
     is_known = ~rewards.isnan()
     known = rewards[is_known]
-    highest = rewards.nan_to_num(-math.inf).amax(dim=1)
+    highest = rewards.nan_to_num(-math.inf).amax(dim=1)  # equal rewards: the highest is the lowest
     lowest = rewards.nan_to_num(math.inf).amin(dim=1)
     return {
         "reward": known.mean().item(),
@@ -242,7 +240,7 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
     """Metrics of one sample per held-out prompt. Writes the samples to samples.jsonl."""
     if not rows:
         return {}
-    samples = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)
+    samples = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)  # step 0: always the same u
     rewards, means = compute_rewards(samples, rows, functions)
     log_samples(out, step, True, samples, rows, rewards)
 
@@ -296,10 +294,9 @@ def train(args: Args, out: Path) -> list[dict]:
         reference = Swap(policy, load_model(args.ref_model, "cpu", args) if is_other else None)
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    vectors = [weight for weight in weights if weight.dim() <= 1]  # norms and biases do not decay
-    matrices = [weight for weight in weights if weight.dim() > 1]
-    parameters = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(parameters, lr=0.0, weight_decay=args.weight_decay, fused=True)  # the loop sets lr
+    matrices = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
+    vectors = {"params": [weight for weight in weights if weight.dim() <= 1]}  # norms and biases do not decay
+    optimizer = torch.optim.AdamW([matrices, vectors], lr=0.0, weight_decay=0.0, fused=True)  # the loop sets lr
 
     state = training_state(policy, optimizer)  # what a checkpoint holds
     last_step = restore_checkpoint(out, run, state)
@@ -349,7 +346,7 @@ def train(args: Args, out: Path) -> list[dict]:
         mean_difference = (difference.sum() / samples.mask.sum()).item()
         values["sampling/sampling_logp_difference/mean"] = mean_difference
         values["sampling/sampling_logp_difference/max"] = difference.max().item()
-        limit = (5e-2 if args.dtype == "bfloat16" else 1e-3) / min(1, args.temperature)
+        limit = (5e-2 if args.dtype == "bfloat16" else 1e-3) / min(1, args.temperature)  # it magnifies rounding
         if step == 1 and not mean_difference < limit:
             raise BadInput(f"{args.model}: a key-value cache changes its log-probs, so samples would be wrong")
 
@@ -413,6 +410,9 @@ def resolve(args: Args) -> Args:
         if isinstance(value, (int, float)) and not value >= smallest:  # `not >=` also catches NaN
             raise BadInput(f"--{flag} {value}: must be at least {smallest}")
 
+    if args.out is None:
+        folders = ["out/rloo"] + [f"out/rloo-{n}" for n in range(2, 1000)]
+        args.out = next(folder for folder in folders if not Path(folder, "model").exists())
     is_adapter = args.model and base_of(args.model) != args.model
     n_rewards = len(args.reward) + bool(args.reward_model)
     mistakes = {
@@ -445,7 +445,7 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     depends on seed and step: batching changes no sample."""
     core = unwrap_model(policy)
     shape = (len(prompts), k, args.max_new_tokens)
-    u = torch.from_numpy(np.random.default_rng([args.seed, step, *b"rollout"]).random(shape))
+    u = np.random.default_rng([args.seed, step, *b"rollout"]).random(shape)
     own_stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # from a number, a list or None
     stops = torch.tensor([*{tokenizer.eos_token_id, *own_stops} - {None}], dtype=torch.long, device=core.device)
 
@@ -464,7 +464,7 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     tokens, logps, entropies = (all_reduce(tensor).cpu() for tensor in (tokens, logps, entropies))
 
     is_stop = torch.isin(tokens, stops.cpu())
-    mask = is_stop.cumsum(dim=2) == is_stop  # up to the first stop token
+    mask = is_stop.cumsum(dim=2) == is_stop  # up to the first stop token: 0 = 0 before it, 1 = 1 at it
     T = mask.sum(dim=2).max()
     completions = [[tuple(ids[ids >= 0].tolist()) for ids in rows] for rows in tokens.where(mask, -1)]
     return Samples(
@@ -566,14 +566,13 @@ def report(out: Path) -> list[dict]:
 
 def load_rewards(device: str, args: Args) -> list[tuple]:
     """[(name, function, weight), ..]"""
-    functions = {}
-    for spec in args.reward:
-        name = spec.partition(":")[2]
-        functions[spec if name in functions else name] = load_function(spec)
+    names = [spec.partition(":")[2] for spec in args.reward]
+    functions = [load_function(spec) for spec in args.reward]
     if args.reward_model:
-        functions[Path(args.reward_model).name] = RewardModel(args.reward_model, device, args)
+        names.append(Path(args.reward_model).name)
+        functions.append(RewardModel(args.reward_model, device, args))
     weights = args.reward_weights or [1.0] * len(functions)
-    return list(zip(functions, functions.values(), weights, strict=True))
+    return list(zip(names, functions, weights))
 
 
 def load_function(spec: str):
@@ -614,7 +613,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
         total = torch.where(values.isnan(), total, total.nan_to_num(0.0) + weight * values)
         means[f"rewards/{name}"] = values.nanmean().item()
 
-    if total.isinf().any() or total.isnan().all():
+    if not total.nanmean().isfinite():
         raise BadInput("rewards are infinite, or all None")
     return total, means
 
@@ -638,6 +637,9 @@ class RewardModel:
             if isinstance(prompt, str):
                 ids = tokenize(self.tokenizer, prompt + completion + self.tokenizer.eos_token * has_ended)
             else:
+                *before, last = prompt
+                if last["role"] == "assistant":  # a begun answer, which the sample continues
+                    prompt, completion = before, [last | {"content": last["content"] + completion[0]["content"]}]
                 ids = self.tokenizer.apply_chat_template(prompt + completion, continue_final_message=not has_ended,
                                                          return_dict=False, **self.args.chat_template_kwargs)
             rows.append(torch.tensor(ids))
@@ -733,6 +735,8 @@ def encode(columns: dict | str, tokenizer, args: Args) -> Row:
 
 def clean(text: str | list | None):
     """A prompt or an answer. Messages lose columns that are null, and their parts of text are joined."""
+    if isinstance(text, str) and re.match(r"\s*\[?\{.(role|content).:", text):
+        raise ValueError("messages written as a string")
     if not isinstance(text, list):
         return text
 
@@ -747,7 +751,7 @@ def tokenize(tokenizer, text: str) -> tuple[int, ...]:
     """Token ids of a text. They begin with the tokenizer's BOS, once, and do not end with EOS."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     full, plain = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
-    bos = full[:full.index(plain[0])]
+    bos = full[:full.index(plain[0])]  # what the tokenizer puts before a text
     return tuple(ids if ids[:len(bos)] == bos else bos + ids)
 
 
@@ -775,7 +779,7 @@ def load_model(name: str, device: str, args: Args, trains: bool = False):
     trains_all = trains and not has_adapter
     path = os.path.abspath(base) if Path(base).is_dir() else base  # an adapter's config stores it
     model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype="auto" if trains_all else args.dtype, output_loading_info=True)
+        path, dtype="auto" if trains_all else args.dtype, output_loading_info=True)  # auto: as it is stored
     if info["missing_keys"]:  # they would stay random
         raise BadInput(f"{base} has no weights for {min(info['missing_keys'])}")
 
@@ -944,8 +948,6 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
     except BadInput as error:
-        if error.__cause__:  # raised by a template, a reward, ..
-            traceback.print_exception(error.__cause__)
         print("rloo.py:", error, file=sys.stderr)
         sys.exit(2)
     except ModuleNotFoundError as error:

@@ -92,7 +92,7 @@ def test_strings_end_with_one_eos_token(load):
 def test_prompts_may_stand_in_the_answers_too_or_only_there(load, capsys):
     named = dict(prompt="The tea was", chosen=" warm.", rejected=" bad.")  # no space ends the prompt
     assert load([NO_PROMPT])[0] == load([named])[0]
-    assert "1 of 1 rows; 1 without a prompt\n" in capsys.readouterr().out  # a column of another name
+    assert "1 of 1 rows; 1 without a prompt; " in capsys.readouterr().out  # a column of another name
     expected = load(CHATS[:1])[0][:3]
     for prompt, before in product((PROMPT, PROMPT[0]["content"], None), ([], PROMPT)):
         if prompt or before:
@@ -126,7 +126,7 @@ def test_messages_lose_null_columns_and_are_joined_from_parts_of_text(load, caps
 
     plain = rows(lambda message: message)
     assert rows(lambda message: message | dict(tool_calls=None)) == plain
-    assert "lose columns" not in capsys.readouterr().out
+    assert "ignores" not in capsys.readouterr().out
     for parts in (["Hot?"], ["H", "ot?"]):
         content = [dict(type="text", text=text, image=None) for text in parts]
         assert rows(lambda m, c=content: m | dict(content=c) if m["role"] == "user" else m) == plain
@@ -134,6 +134,13 @@ def test_messages_lose_null_columns_and_are_joined_from_parts_of_text(load, caps
         for role in ("user", "assistant"):
             with bad_input("row 1: "):
                 rows(lambda m, i=image, r=role: m | dict(content=[i]) if m["role"] == r else m)
+
+
+@parametrize("row, tokenizer, is_reported", [
+    (TEXT, TOKENIZER, True), (TEXT, byte_level(), False), (CHATS[0], TOKENIZER, False)])
+def test_strings_beside_a_template_are_reported(load, capsys, row, tokenizer, is_reported):
+    load([row], tokenizer)
+    assert ("demo/prepare_chat.py" in capsys.readouterr().out) == is_reported
 
 
 # --- The boundary between prompt and answer
@@ -182,10 +189,10 @@ def test_columns_of_an_answer_are_trained_or_counted_as_lost(load, capsys):
     thought = [said("a")[0] | dict(reasoning_content="Hm.")]
     rows = [chat(), dict(chat(), chosen=thought), dict(chat(), rejected=thought)]
     load(rows, byte_level(chat_template=PLAIN))
-    assert "3 of 3 rows; 2 answers that lose columns in the template\n" in capsys.readouterr().out
+    assert "3 of 3 rows; 2 answers with columns that the template ignores\n" in capsys.readouterr().out
     tokenizer = byte_level(chat_template=PLAIN.replace("m.role }}>", "m.role }}>{{ m.reasoning_content }}"))
     assert decode(load(rows, tokenizer)[1], tokenizer) == ["<user>q<assistant>", "Hm.a", "b"]
-    assert "lose columns" not in capsys.readouterr().out
+    assert "ignores" not in capsys.readouterr().out
 
 
 @parametrize("beginning, tokenizer", [
@@ -227,7 +234,7 @@ def test_long_rows_are_dropped_and_counted(load, capsys):
 def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, script):
     bad = good | bad
     assert len(load([good, bad, good, bad], script=script)) == 2
-    assert re.search("2 of 4 rows;.* 2 dropped: empty", capsys.readouterr().out)
+    assert re.search("2 of 4 rows;.* 2 dropped: (an )?empty", capsys.readouterr().out)
     with bad_input("rows.jsonl: too few rows"):
         load([good, bad, bad], script=script)
 
@@ -237,7 +244,8 @@ def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, script):
 @parametrize("bad, words", [
     (dict(TEXT, chosen=5), "int.*5"), (dict(prompt="p", chosen="a"), "KeyError.'rejected'"),
     (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "from.*value"), ('{"prompt": ', "JSONDecodeError"),
-    (dict(TEXT, chosen=said("a")), "")],
+    (dict(TEXT, chosen=json.dumps(said("a")[0])), "messages written as a string"),
+    (dict(TEXT, prompt=str(said("q"))), "messages written as a string"), (dict(TEXT, chosen=said("a")), "")],
     ids=count())
 def test_unreadable_rows_are_refused_by_number_in_a_short_sentence(load, bad, words):
     with bad_input(rf"rows.jsonl, row 2: .*{words}") as error:
@@ -321,6 +329,8 @@ def test_prompts_of_rloo_have_the_columns_of_all_rows(load):
     assert [row.columns for row in load(rows, script=rloo)] == [rows[0] | dict(answer=None), rows[1]]
 
 
-def test_columns_are_kept_only_for_score(load):
-    assert load(CHATS[:1])[0].columns == {}
+def test_ids_are_shared_objects_and_columns_are_kept_only_for_score(load):
+    first, second = load(CHATS[:2])
+    numbers = {id(number): number for row in (first, second) for ids in row[:3] for number in ids}
+    assert len(numbers) == len(set(numbers.values())) and first.columns == {}
     assert load(CHATS[:1], score="FILE:FUNCTION")[0].columns["chosen"] == CHOSEN

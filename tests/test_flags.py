@@ -52,6 +52,16 @@ def test_flags_that_contradict_each_other_are_refused(flags, words):
         resolve("dpo", **flags)
 
 
+@EACH
+def test_folder_without_out_goes_on_or_is_the_next(script, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for folder in (f"out/{script}", f"out/{script}-2", f"out/{script}-3"):
+        assert resolve(script, out=None).out == folder
+        Path(folder).mkdir(parents=True)
+        assert resolve(script, out=None).out == folder, "an unfinished run goes on"
+        Path(folder, "model").mkdir()
+
+
 # --- A user's own functions
 
 @EACH

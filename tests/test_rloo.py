@@ -166,6 +166,9 @@ def test_reward_model_equals_one_forward_per_text(tmp_path, pad_token_id):
     for budget in (1, 120, 10**6):
         judge = RewardModel(path, "cpu", Args(tokens_per_forward=budget))
         assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
+    begun = [x + chat("The soup", "assistant") for x in prompts]
+    ends = [chat(y["content"].removeprefix("The soup"), "assistant") for (y,) in answers]
+    assert judge(begun, ends, [True] * 6) == pytest.approx(truth, abs=1e-5), "one message"
 
 
 def test_reward_model_sees_no_end_that_was_cut_off(tmp_path, monkeypatch):

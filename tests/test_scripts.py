@@ -113,7 +113,7 @@ def test_wrong_input_is_one_sentence(script, tmp_path, capsys):
         assert short_run(script, **flags) == 2
         *above, sentence = capsys.readouterr().err.splitlines()
         assert re.fullmatch(rf"{script}\.py: {words}", sentence)
-        assert any("Traceback" in line for line in above) == ("KeyError" in words), "where it was raised"
+        assert not any("Traceback" in line for line in above)
 
 
 @EACH
