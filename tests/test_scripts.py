@@ -53,12 +53,6 @@ def test_functions_of_one_name_are_the_same_text():
         assert (len(set(versions.values())) == 1) != (name in OWN), f"{name} of {', '.join(versions)}"
 
 
-def test_scripts_end_alike():
-    ends = [TEXTS[script].partition('if __name__ == "__main__":')[2].replace(f'"{script}.py:"', "")
-            for script in SCRIPTS]
-    assert ends[0] == ends[1] == ends[2].replace("--tokens_per_forward or --rollout_tokens", "--tokens_per_forward")
-
-
 def test_refcache_knows_no_script():
     assert not re.search(r"\bargs\.|\b(dpo|kto|rloo)\.py", TEXTS["refcache"])
 
@@ -118,10 +112,10 @@ def test_wrong_input_is_one_sentence(script, tmp_path, capsys):
 
 @EACH
 def test_full_gpu_and_missing_package_say_what_to_do(script, monkeypatch):
-    def checkpoint_digest(name):
-        raise torch.OutOfMemoryError("CUDA out of memory")
+    def fail(name):
+        raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(refcache, "checkpoint_digest", checkpoint_digest)
+    monkeypatch.setattr(refcache, "checkpoint_digest", fail)
     with pytest.raises(torch.OutOfMemoryError) as error:
         short_run(script)
     assert error.value.__notes__[0].startswith("lower --tokens_per_forward")
