@@ -272,7 +272,7 @@ def test_score_is_tried_before_the_reference_pass(script, monkeypatch):
     first, *_ = read(data(script)[1])
     (columns,), ((answer,),) = calls, calls[0]["completions"]
     assert columns["prompts"] == [first["prompt"]]
-    assert answer["content"] == first["chosen" if script == "dpo" else "completion"][0]["content"]  # no stop token
+    assert answer["content"] == first["chosen" if script == "dpo" else "completion"][0]["content"]
 
 
 @parametrize("answers, distinct, ended", [([(5,), (5,)], 1, 1), ([(5,) * 4, (6,) * 3], 2, 0.5), ([(5,) * 4] * 2, 1, 0)])

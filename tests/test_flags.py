@@ -58,7 +58,7 @@ def test_folder_without_out_goes_on_or_is_the_next(script, monkeypatch, tmp_path
     for folder in (f"out/{script}", f"out/{script}-2", f"out/{script}-3"):
         assert resolve(script, out=None).out == folder
         Path(folder).mkdir(parents=True)
-        assert resolve(script, out=None).out == folder, "an unfinished run goes on"
+        assert resolve(script, out=None).out == folder
         Path(folder, "model").mkdir()
 
 
@@ -134,7 +134,6 @@ def test_saved_bfloat16_model_is_the_one_that_was_evaluated():
 
 @EACH
 def test_weights_that_are_not_finite_are_not_saved(script):
-    """They end the run before answers are drawn from them, too."""
     args = arguments(script, lr=3e38, steps=1, **{} if script == "rloo" else dict(samples=2))
     with bad_input("step 1: .*weights are not finite"):
         SCRIPTS[script].main(args)

@@ -22,7 +22,7 @@ import refcache
 import rloo
 from refcache import BadInput, ReferenceCache, completion_logprobs, micro_batches
 
-UNEVEN = dict(batch_size=5, steps=3, tokens_per_forward=150, max_new_tokens=6)  # several forwards, not equally many
+UNEVEN = dict(batch_size=5, steps=3, tokens_per_forward=150, max_new_tokens=6)  # unequal forwards
 CASES = {  # what differs between processes: weights, gradients, data, references, rollouts
     "dpo": ("dpo", dict(samples=3)),
     "dpo-swap": ("dpo", dict(ref="swap", gradient_checkpointing=True)),

@@ -168,7 +168,7 @@ def test_reward_model_equals_one_forward_per_text(tmp_path, pad_token_id):
         assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
     begun = [x + chat("The soup", "assistant") for x in prompts]
     ends = [chat(y["content"].removeprefix("The soup"), "assistant") for (y,) in answers]
-    assert judge(begun, ends, [True] * 6) == pytest.approx(truth, abs=1e-5), "one message"
+    assert judge(begun, ends, [True] * 6) == pytest.approx(truth, abs=1e-5)
 
 
 def test_reward_model_sees_no_end_that_was_cut_off(tmp_path, monkeypatch):
