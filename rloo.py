@@ -325,10 +325,10 @@ def train(args: Args, out: Path) -> list[dict]:
         ref_logps = compute_logprobs(reference, samples, device, args)
         old_logps = None  # log π of the policy that sampled: the first update's forward gives it
         for _ in range(args.updates_per_rollout):
-            logps, losses = run_batch(policy, samples, rewards.to(device), ref_logps, old_logps, args)  # adds gradients
+            logps, measured = run_batch(policy, samples, rewards.to(device), ref_logps, old_logps, args)  # backward
             if old_logps is None:
                 old_logps = logps
-            values |= losses  # the last update's are logged
+            values |= measured  # the last update's are logged
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
             values["learning_rate"] = learning_rate(step, steps, args)
             for group in optimizer.param_groups:
