@@ -486,8 +486,8 @@ def run_job(args: Args):
     print("\n" + json.dumps(found | {"peak": peak_gib()}))
 
 
-def start(args: Args, *job) -> dict:
-    """Runs a job (side, shape, work, round) in a process of its own. Returns what it found."""
+def start(args: Args, *job) -> dict | None:
+    """Runs a job (side, shape, work, round) in a process of its own. Returns what it found, None if it was killed."""
     command = [sys.executable, __file__, "--job", *map(str, job), *["--tiny"] * args.tiny]
     for name, value in asdict(args).items():
         if name not in ("job", "tiny", "shapes", "works", "baseline", "results") and value is not None:
@@ -497,6 +497,8 @@ def start(args: Args, *job) -> dict:
     if job[0] == "baseline":
         environment["CHECKOUT"] = args.baseline
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if ended.returncode == -9:  # by the system, out of memory
+        return None
     if ended.returncode:
         sys.exit(f"{job}: {ended.stderr[-4000:]}")
     return json.loads(ended.stdout.splitlines()[-1])
@@ -520,7 +522,11 @@ def compare(args: Args, shape: str, work: str, tokens: int) -> str:
     if args.results:
         save_results(args, work, runs)
     ours = runs["refcache"]
-    for side, found in runs.items():
+    for side, found in list(runs.items()):
+        if None in found:
+            print(f"| {work} | {side} | killed, out of memory | | | |", flush=True)
+            del runs[side]
+            continue
         seconds = [run["seconds"] for run in found]
         rate = f"; {tokens / median(seconds):,.0f} tokens/s" if work == "reference" else ""
         ratio = spread([run["seconds"] / our["seconds"] for run, our in zip(found, ours)])

@@ -73,6 +73,9 @@ def print_comparison(results: dict):
         ours = entry["refcache"]
         for side, name in SIDES.items():
             runs = entry[side]
+            if None in runs:
+                print(f"| {work} | {name} | killed, out of memory | | | | |")
+                continue
             seconds, base = (median(run["seconds"] for run in some) for some in (runs, ours))
             gap = max(abs(x - y) for x, y in zip(runs[0]["losses"], ours[0]["losses"]))
             result = f"losses at most {gap:.1e} from ours"
