@@ -302,7 +302,7 @@ def content_of(name, rows):
 
 @parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
 def test_every_format_gives_the_same_rows(load, tmp_path, monkeypatch, name):
-    if name in ("a.csv", "a.parquet"):
+    if name != "a.jsonl":
         datasets = pytest.importorskip("datasets")
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
         datasets.disable_progress_bars()
