@@ -415,6 +415,7 @@ def resolve(args: Args) -> Args:
         args.out = next(folder for folder in folders if not Path(folder, "model").exists())
     is_adapter = args.model and base_of(args.model) != args.model
     n_rewards = len(args.reward) + bool(args.reward_model)
+
     mistakes = {
         "give both --model and --data, or neither for the demo": not (args.model and args.data),
         "give --reward or --reward_model, and one of --reward_weights for each or none":
