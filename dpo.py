@@ -50,7 +50,7 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from filelock import FileLock
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -73,9 +73,8 @@ DEMO = dict(
 Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "apo_zero", "simpo", "sft"]
 NO_REFERENCE = {"simpo", "sft"}  # losses that need no reference
 TOKENS = {}  # id -> id: with one object for equal ids the data takes 8 bytes per token instead of 36
-# Flags that may differ when a run is resumed. Of models and data the content is compared: rows and weights.
-MAY_CHANGE = ("model ref_model data eval_data eval_size chat_template_kwargs max_length out ref_cache wandb "
-              "tokens_per_forward gradient_checkpointing save_every eval_every").split()
+# Flags that may differ when a run is resumed.
+MAY_CHANGE = "out ref_cache wandb tokens_per_forward gradient_checkpointing save_every eval_every".split()
 SMALLEST = dict(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, max_new_tokens=1)  # else 0
 
 
@@ -109,7 +108,7 @@ class Args:
     lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4; see docs/recipes.md
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
     warmup: float = 0.1  # steps in which the learning rate rises; below 1: their fraction of all steps
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # of all weights that train, also of norms and biases
     max_grad_norm: float = 1.0  # gradients are clipped to this norm; 0: no clipping
     seed: int = 0
 
@@ -252,10 +251,7 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     with process_group():
-        args = resolve(args)
-        if any(flags != vars(args) for flags in all_gather(vars(args))):
-            raise BadInput("the processes have different flags")
-
+        args = Args(**all_gather(vars(resolve(args)))[0])  # the flags of the first process are those of all
         out = Path(args.out).absolute()  # a user's function may change the working directory
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():
@@ -271,7 +267,9 @@ def train(args: Args, out: Path) -> list[dict]:
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].chosen), sep="|")
 
     batch_size = min(args.batch_size, len(train_rows))
-    steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps == -1 else args.steps
+    steps = args.steps
+    if steps == -1:
+        steps = math.ceil(args.epochs * len(train_rows) / batch_size)
     ordered_rows = rows_in_order(train_rows, steps * batch_size, args.seed)
     print(f"{steps} steps of {batch_size} pairs, lr {args.lr:g}, reference: {args.ref}")
 
@@ -301,9 +299,7 @@ def train(args: Args, out: Path) -> list[dict]:
         reference = Swap(policy, other)
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    matrices = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
-    vectors = {"params": [weight for weight in weights if weight.dim() <= 1]}  # norms and biases do not decay
-    optimizer = torch.optim.AdamW([matrices, vectors], lr=0.0, weight_decay=0.0, fused=True)  # the loop sets lr
+    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=args.weight_decay, fused=True)  # the loop sets lr
 
     state = training_state(policy, optimizer)  # what a checkpoint holds
     last_step = restore_checkpoint(out, run, state)
@@ -348,7 +344,7 @@ def train(args: Args, out: Path) -> list[dict]:
             save_checkpoint(out, step, state)
         progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
-    save_model(policy, tokenizer, out / "model", args)
+    save_model(policy, tokenizer, out, args)
     return report(out)
 
 
@@ -367,7 +363,11 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
     remaining = (steps - step + 1) / (steps - warmup_steps)
-    factors = {"constant": 1.0, "linear": remaining, "cosine": (1 - math.cos(math.pi * remaining)) / 2}
+    factors = {
+        "constant": 1.0,
+        "linear": remaining,
+        "cosine": (1 - math.cos(math.pi * remaining)) / 2,
+    }
     return args.lr * factors[args.schedule]
 
 
@@ -567,7 +567,8 @@ def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> Row:
     if isinstance(prompt, str):
         eos = tokenizer.eos_token
         texts = [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
-        full, plain = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+        full = tokenizer("a").input_ids
+        plain = tokenizer("a", add_special_tokens=False).input_ids
         bos = full[:full.index(plain[0])]  # what the tokenizer puts before a text
         if tokenizer.chat_template:
             counts["strings, without the chat template; see demo/prepare_chat.py"] += 1
@@ -650,9 +651,8 @@ def load_model(name: str, device: str, args: Args, trains: bool = False):
     base = base_of(name)
     has_adapter = base != name or (trains and args.lora_r)
     trains_all = trains and not has_adapter
-    path = os.path.abspath(base) if Path(base).is_dir() else base  # an adapter's config stores it
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype="auto" if trains_all else args.dtype, output_loading_info=True)  # auto: as it is stored
+    dtype = "auto" if trains_all else args.dtype  # auto: as it is stored
+    model, info = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:  # they would stay random
         raise BadInput(f"{base} has no weights for {min(info['missing_keys'])}")
 
@@ -678,21 +678,24 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     import peft
     if name == base_of(name):
         targets = ",".join(args.lora_target).split(",") if args.lora_target else "all-linear"
-        model = peft.get_peft_model(model, peft.LoraConfig(
-            r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules=targets,
-            task_type="CAUSAL_LM"))
+        config = peft.LoraConfig(
+            r=args.lora_r,
+            lora_alpha=args.lora_alpha or 2 * args.lora_r,
+            target_modules=targets,
+            task_type="CAUSAL_LM",
+        )
+        model = peft.get_peft_model(model, config)
         print("LoRA in", *sorted({name.split(".")[-1] for name in model.targeted_module_names}))
         return model
 
     config = peft.PeftConfig.from_pretrained(name)
     if config.peft_type != "LORA" or config.alora_invocation_tokens:
         raise BadInput(f"{name} is no LoRA adapter: merge it")
-    config.base_model_name_or_path = model.name_or_path
     for part, module in model.named_modules():
         if trains and part.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads the trained weights into a copy of it, which must be float32
-    return peft.PeftModel.from_pretrained(model, name, config=config, is_trainable=trains,
-                                          autocast_adapter_dtype=trains)  # float32 weights train
+    return peft.PeftModel.from_pretrained(
+        model, name, is_trainable=trains, autocast_adapter_dtype=trains)  # float32 weights train
 
 
 # ---- Files of a run --------------------------------------------------
@@ -710,23 +713,19 @@ def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dic
 
 
 def training_state(policy, optimizer) -> dict:
-    """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
+    """What a step changes in place: weights, and their optimizer state, which torch creates by a step with lr 0."""
     state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # a tied weight once
-    for weight in state.values():
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()  # changes no weight: the optimizer was made with lr 0
-    optimizer.zero_grad()
-
-    for name, weight in list(state.items()):
-        for key, value in optimizer.state[weight].items():
+    moments = get_optimizer_state_dict(policy, optimizer)["state"]
+    for name, values in moments.items():
+        for key, value in values.items():
             state[f"optimizer.{name}.{key}"] = value.zero_()
     return state
 
 
-def checkpoints(out: Path) -> dict[int, Path]:
-    """The complete checkpoints, out/resume-STEP, by step. Other folders that begin with resume- are the user's."""
-    folders = [file.parent for file in out.glob("resume-*/run.json")]
-    return {int(folder.name[7:]): folder for folder in folders if folder.name[7:].isdigit()}
+def checkpoints(out: Path) -> set[int]:
+    """The steps of complete checkpoints, out/resume-STEP. Other folders that begin with resume- are the user's."""
+    steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
+    return {int(step) for step in steps if step.isdigit()}
 
 
 def save_checkpoint(out: Path, step: int, state: dict):
@@ -739,7 +738,7 @@ def save_checkpoint(out: Path, step: int, state: dict):
 
     if is_first_process():
         write_whole(folder / "run.json", [b"{}"])  # marks the folder as complete
-        for other in checkpoints(out).keys() - {step}:
+        for other in checkpoints(out) - {step}:
             shutil.rmtree(out / f"resume-{other}")
 
 
@@ -787,8 +786,8 @@ def append(log: Path, lines: list[dict]):
             os.fsync(file.fileno())
 
 
-def save_model(model, tokenizer, folder: Path, args: Args):
-    """Writes the model or adapter, in the dtype of forward passes. Then the run is finished."""
+def save_model(model, tokenizer, out: Path, args: Args):
+    """Writes out/model, the model or adapter in the dtype of forward passes. Then the run is finished."""
     state = get_model_state_dict(model, options=StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=True))
     if not is_first_process():
@@ -800,7 +799,7 @@ def save_model(model, tokenizer, folder: Path, args: Args):
         if weight.is_floating_point() and not names_in_float32(core).search(name):
             state[name] = converted.setdefault(weight.data_ptr(), weight.to(getattr(torch, args.dtype)))
 
-    hidden = folder.with_name(f".{folder.name}")
+    hidden = out / ".model"
     shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     model.save_pretrained(hidden, state_dict=state)
     tokenizer.save_pretrained(hidden)
@@ -809,9 +808,9 @@ def save_model(model, tokenizer, folder: Path, args: Args):
         core.config.save_pretrained(hidden)
 
     os.sync()  # all of it is on the disk before the folder gets its name
-    os.replace(hidden, folder)
-    for checkpoint_folder in checkpoints(folder.parent).values():
-        shutil.rmtree(checkpoint_folder)
+    os.replace(hidden, out / "model")
+    for step in checkpoints(out):
+        shutil.rmtree(out / f"resume-{step}")
 
 
 if __name__ == "__main__":

@@ -130,16 +130,15 @@ class ReferenceCache(Mapping):
                 parts.append((prompt, [completions[i] for i in indices]))
 
         # The longest batches come first, so that a pass that needs too much memory fails at once.
-        batches = []
-        for indices, _ in micro_batches(model, parts, tokens_per_forward):
-            batches.append([parts[i] for i in indices])
-        n_tokens = sum(map(count_tokens, batches))
+        batches = micro_batches(model, parts, tokens_per_forward)
+        n_tokens = count_tokens(parts) // process_count()  # each process has about as many
         progress = progress_bar(desc="reference", total=n_tokens, unit="tok", unit_scale=True, delay=1)
 
         mine = {}  # the entries of this process
         save_at = time.monotonic() + 60
         try:
-            for batch in batches:
+            for indices, _ in batches:
+                batch = [parts[i] for i in indices]
                 entries = entries_of(batch, completion_logprobs(model, batch))
                 self.table |= entries
                 mine |= entries
@@ -175,7 +174,7 @@ class ReferenceCache(Mapping):
             for name, mine in self.header.items():
                 theirs = header.get(name)
                 if theirs != mine and name != "name":
-                    raise BadInput(f"it was made with {name} {theirs!r}, but this run has {name} {mine!r}")
+                    raise BadInput(f"it was made with {name} {theirs!r}, not {mine!r}")
 
             if hashlib.sha256(pickled).hexdigest() != header["sha256"]:
                 raise BadInput("its checksum does not match")
@@ -643,7 +642,8 @@ def one_kernel_serves(query, value):
     """Whether one varlen_attn call can serve all spans. On CUDA a loop over them is bound by kernel launches."""
     size = query.shape[-1]
     half = query.dtype in (torch.bfloat16, torch.float16)
-    return (query.is_cuda and half and size == value.shape[-1] and size <= 256 and size % 8 == 0
+    return (query.is_cuda and half
+            and size == value.shape[-1] and size <= 256 and size % 8 == 0
             and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
 
 

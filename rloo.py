@@ -55,7 +55,7 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from filelock import FileLock
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Cache
@@ -75,9 +75,8 @@ DEMO = dict(
     reward=(f"{HERE}/demo/score.py:sentiment",),
     lr=2e-4,
 )
-# Flags that may differ when a run is resumed. Of models and data the content is compared: rows and weights.
-MAY_CHANGE = ("model ref_model reward_model data eval_data eval_size chat_template_kwargs max_length out ref wandb "
-              "tokens_per_forward rollout_tokens gradient_checkpointing save_every eval_every").split()
+# Flags that may differ when a run is resumed.
+MAY_CHANGE = "out ref wandb tokens_per_forward rollout_tokens gradient_checkpointing save_every eval_every".split()
 SMALLEST = dict(steps=-1, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, k=2, temperature=1e-6,
                 max_new_tokens=1, updates_per_rollout=1)  # else 0
 
@@ -117,7 +116,7 @@ class Args:
     lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4; see docs/recipes.md
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
     warmup: float = 0.1  # steps in which the learning rate rises; below 1: their fraction of all steps
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # of all weights that train, also of norms and biases
     max_grad_norm: float = 1.0  # gradients are clipped to this norm; 0: no clipping
     seed: int = 0
 
@@ -221,14 +220,12 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
 
 def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
     """Metrics of samples and their rewards, (B, k). A sample whose reward is NaN is left out of the reward metrics."""
-    is_known = ~rewards.isnan()
-    known = rewards[is_known]
-    highest = rewards.nan_to_num(-math.inf).amax(dim=1)  # equal rewards: the highest is the lowest
-    lowest = rewards.nan_to_num(math.inf).amin(dim=1)
+    known = rewards[~rewards.isnan()]
+    is_equal = [len(set(values)) == 1 for values in rewards.tolist()]  # for each prompt
     return {
         "reward": known.mean().item(),
         "reward_std": known.std(correction=min(1, len(known) - 1)).item(),
-        "frac_reward_zero_std": ((highest <= lowest) & (is_known.sum(dim=1) > 1)).float().mean().item(),
+        "frac_reward_zero_std": sum(is_equal) / len(is_equal),
         "samples/distinct": len(set(chain(*samples.texts))),
         "completions/mean_length": samples.mask.sum(dim=2).float().mean().item(),
         "completions/clipped_ratio": 1 - samples.ended.float().mean().item(),
@@ -257,10 +254,7 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     with process_group():
-        args = resolve(args)
-        if any(flags != vars(args) for flags in all_gather(vars(args))):
-            raise BadInput("the processes have different flags")
-
+        args = Args(**all_gather(vars(resolve(args)))[0])  # the flags of the first process are those of all
         out = Path(args.out).absolute()  # a user's function may change the working directory
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():
@@ -294,15 +288,12 @@ def train(args: Args, out: Path) -> list[dict]:
         reference = Swap(policy, load_model(args.ref_model, "cpu", args) if is_other else None)
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    matrices = {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": args.weight_decay}
-    vectors = {"params": [weight for weight in weights if weight.dim() <= 1]}  # norms and biases do not decay
-    optimizer = torch.optim.AdamW([matrices, vectors], lr=0.0, weight_decay=0.0, fused=True)  # the loop sets lr
+    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=args.weight_decay, fused=True)  # the loop sets lr
 
     state = training_state(policy, optimizer)  # what a checkpoint holds
     last_step = restore_checkpoint(out, run, state)
     if last_step == 0:
-        values = {"step": 0}
-        values |= evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
+        values = {"step": 0} | evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
         log_metrics(out, values, args)
 
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
@@ -316,9 +307,9 @@ def train(args: Args, out: Path) -> list[dict]:
         values = {"step": step} | metrics(samples, rewards) | means
 
         if step == 1 and not samples.ended.any():
-            progress.write("No sample ends with a stop token: raise --max_new_tokens, or fix the chat template")
+            progress.write("No sample ends: raise --max_new_tokens, or fix the chat template")
         if step == 1 and values["frac_reward_zero_std"] == 1:
-            progress.write("The samples of each prompt have equal rewards: nothing is learned from them")
+            progress.write("The rewards of each prompt are equal: nothing is learned")
         if args.mask_truncated:  # the metrics above count these samples, the loss does not
             rewards = torch.where(samples.ended, rewards, math.nan)
 
@@ -351,8 +342,8 @@ def train(args: Args, out: Path) -> list[dict]:
             raise BadInput(f"{args.model}: a key-value cache changes its log-probs, so samples would be wrong")
 
         if reference:
-            lengths = samples.mask.sum(dim=2).to(device)  # (B, k)
-            kls = (old_logps - ref_logps).sum(dim=2)  # (B, k)
+            lengths = samples.mask.sum(dim=2)  # (B, k)
+            kls = (old_logps - ref_logps).sum(dim=2).cpu()  # (B, k)
             values["kl"] = (kls.sum() / lengths.sum()).item()
             if step == 1 and args.ref_model == args.model:
                 check_agreement((kls / lengths).abs().mean().item(), args.dtype)
@@ -371,7 +362,7 @@ def train(args: Args, out: Path) -> list[dict]:
         progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
 
     if steps:
-        save_model(policy, tokenizer, out / "model", args)
+        save_model(policy, tokenizer, out, args)
     barrier()  # the first process has written all lines
     return report(out)
 
@@ -391,7 +382,11 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
     remaining = (steps - step + 1) / (steps - warmup_steps)
-    factors = {"constant": 1.0, "linear": remaining, "cosine": (1 - math.cos(math.pi * remaining)) / 2}
+    factors = {
+        "constant": 1.0,
+        "linear": remaining,
+        "cosine": (1 - math.cos(math.pi * remaining)) / 2,
+    }
     return args.lr * factors[args.schedule]
 
 
@@ -460,8 +455,7 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     with unsharded(policy):
         for batch in filter(None, batches):  # a process may have an empty one
             drawn = sample_batch(core, [prompts[i] for i in batch], to_device(u[batch], core.device), stops, args)
-            places = to_device(batch, core.device)
-            tokens[places], logps[places], entropies[places] = drawn
+            tokens[batch], logps[batch], entropies[batch] = drawn
     tokens, logps, entropies = (all_reduce(tensor).cpu() for tensor in (tokens, logps, entropies))
 
     is_stop = torch.isin(tokens, stops.cpu())
@@ -482,27 +476,31 @@ def sample_batch(core, prompts: list[tuple], u: torch.Tensor, stops: torch.Tenso
     """Samples of some prompts: tokens, log-probs and entropies, (B, k, T). They are undefined after the end."""
     B, k, T = u.shape
     is_shared = has_shared_prompts(core)
+    if not is_shared:  # one prompt, encoded k times: not every cache can be copied
+        prompts = prompts * k
     ids = [torch.tensor(prompt) for prompt in prompts]
     ids = to_device(pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left"), core.device)
     mask = (ids >= 0).long()  # (B, longest)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
 
-    if is_shared:
-        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-        inputs = dict(input_ids=ids.clamp(min=0), attention_mask=mask, position_ids=positions, logits_to_keep=1)
-    else:  # one prompt, k times: not every cache can be copied
-        inputs = dict(input_ids=ids.repeat_interleave(k, dim=0))
-    out = core(**inputs, use_cache=True)
+    out = core(
+        input_ids=ids.clamp(min=0),
+        attention_mask=mask,
+        position_ids=positions,
+        logits_to_keep=1,
+        use_cache=True,
+    )
     cache_name = next(name for name in out if isinstance(out[name], Cache))  # transformers 5.24 has renamed it
     kv_cache = out[cache_name]
     logits = out.logits[:, -1]
     if is_shared:  # every prompt was encoded once: copy its keys and values to k rows
         kv_cache.batch_repeat_interleave(k)
-        logits = logits.repeat_interleave(k, dim=0)
+        logits, mask = (tensor.repeat_interleave(k, dim=0) for tensor in (logits, mask))
 
     # From here on each sample is a row.
     u = u.flatten(0, 1)  # (B · k, T)
-    lengths = mask.sum(dim=1).repeat_interleave(k)  # of the prompts
-    mask = F.pad(mask, (0, T), value=1).repeat_interleave(k, dim=0)
+    lengths = mask.sum(dim=1)  # of the prompts
+    mask = F.pad(mask, (0, T), value=1)
     tokens = torch.full((B * k, T), -1, device=core.device)
     logps, entropies = torch.zeros(2, B * k, T, device=core.device)
     rows = torch.arange(B * k, device=core.device)  # the samples in the cache
@@ -531,7 +529,6 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.
     entropy = -(probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
     cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
     token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)  # right: never probability 0
-    token = token.clamp(max=probs.shape[-1] - 1)
     return token[:, 0], logps.gather(-1, token)[:, 0], entropy
 
 
@@ -540,8 +537,13 @@ def log_samples(out: Path, step: int, held_out: bool, samples: Samples, rows: li
     lines = []
     for row, texts, values in zip(rows, samples.texts, rewards.tolist()):
         for text, value in zip(texts, values):
-            lines.append(dict(step=step, held_out=held_out, prompt=row.columns["prompt"], completion=text,
-                              reward=None if math.isnan(value) else value))
+            lines.append(dict(
+                step=step,
+                held_out=held_out,
+                prompt=row.columns["prompt"],
+                completion=text,
+                reward=None if math.isnan(value) else value,
+            ))
     append(out / "samples.jsonl", lines)
 
 
@@ -552,7 +554,9 @@ def report(out: Path) -> list[dict]:
     held_out = [sample for sample in samples if sample["held_out"]]
     now = [sample for sample in held_out if sample["step"] == history[-1]["step"]]
     for old, new in zip(held_out[:3], now):  # their prompts are the same
-        prompt = new["prompt"] if isinstance(new["prompt"], str) else new["prompt"][-1]["content"]
+        prompt = new["prompt"]
+        if not isinstance(prompt, str):
+            prompt = prompt[-1]["content"]
         print(f"prompt  {prompt[-80:]!r}")  # its end, which is answered
         print(f"before  {old['completion'][:100]!r}\nnow     {new['completion'][:100]!r}")
 
@@ -571,7 +575,7 @@ def load_rewards(device: str, args: Args) -> list[tuple]:
     functions = [load_function(spec) for spec in args.reward]
     if args.reward_model:
         names.append(Path(args.reward_model).name)
-        functions.append(RewardModel(args.reward_model, device, args))
+        functions.append(load_reward_model(args.reward_model, device, args))
     weights = args.reward_weights or [1.0] * len(functions)
     return list(zip(names, functions, weights))
 
@@ -585,8 +589,8 @@ def load_function(spec: str):
 
 def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -> tuple[torch.Tensor, dict]:
     """The weighted sum of the rewards, (B, k), NaN where all are None; and the mean of each reward."""
-    rank, ranks = process_rank(), process_count()  # the processes divide the rows
-    own = slice(len(rows) * rank // ranks, len(rows) * (rank + 1) // ranks)
+    n, rank, ranks = len(rows), process_rank(), process_count()
+    own = slice(n * rank // ranks, n * (rank + 1) // ranks)  # the processes divide the rows
     texts = list(chain(*samples.texts[own]))
     k = samples.mask.shape[1]
     columns = list(chain(*([row.columns] * k for row in rows[own])))  # one dict per sample
@@ -610,7 +614,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
             raise BadInput(f"{name} returned {str(values)[:99]}: expected {len(texts)} numbers or None")
 
         values = [math.nan if value is None else float(value) for value in values]
-        values = torch.tensor(list(chain(*all_gather(values)))).view(total.shape)
+        values = torch.tensor(sum(all_gather(values), [])).view(total.shape)
         total = torch.where(values.isnan(), total, total.nan_to_num(0.0) + weight * values)
         means[f"rewards/{name}"] = values.nanmean().item()
 
@@ -619,45 +623,43 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     return total, means
 
 
-class RewardModel:
+def load_reward_model(name: str, device: str, args: Args):
     """A classifier as a reward function. Its weights wait on the host; a call copies them to the GPU."""
-
-    def __init__(self, name: str, device: str, args: Args):
-        self.device = device
-        self.args = args
-        self.tokenizer = load_tokenizer(name)
-        self.model, info = AutoModelForSequenceClassification.from_pretrained(
-            name, dtype="auto", output_loading_info=True)
-        if info["missing_keys"] or self.model.config.num_labels != 1:  # missing weights would stay random
-            raise BadInput(f"--reward_model {name} is no classifier with one output, or lacks weights")
+    tokenizer = load_tokenizer(name)
+    model, info = AutoModelForSequenceClassification.from_pretrained(name, dtype="auto", output_loading_info=True)
+    if info["missing_keys"] or model.config.num_labels != 1:  # missing weights would stay random
+        raise BadInput(f"--reward_model {name} is no classifier with one output, or lacks weights")
 
     @torch.no_grad()
-    def __call__(self, prompts, completions, ended, **columns) -> list[float]:
+    def score(prompts, completions, ended, **columns) -> list[float]:
         rows = []
         for prompt, completion, has_ended in zip(prompts, completions, ended):
             if isinstance(prompt, str):
-                ids = tokenize(self.tokenizer, prompt + completion + self.tokenizer.eos_token * has_ended)
+                ids = tokenize(tokenizer, prompt + completion + tokenizer.eos_token * has_ended)
             else:
                 *before, last = prompt
                 if last["role"] == "assistant":  # a begun answer, which the sample continues
                     prompt, completion = before, [last | {"content": last["content"] + completion[0]["content"]}]
-                ids = self.tokenizer.apply_chat_template(prompt + completion, continue_final_message=not has_ended,
-                                                         return_dict=False, **self.args.chat_template_kwargs)
+                ids = tokenizer.apply_chat_template(
+                    prompt + completion, continue_final_message=not has_ended, return_dict=False,
+                    **args.chat_template_kwargs)
             rows.append(torch.tensor(ids))
-        if max(map(len, rows)) > context_length(self.model.config):
+        if max(map(len, rows)) > context_length(model.config):
             raise BadInput("a sample is too long for the reward model")
 
         scores = torch.zeros(len(rows))
-        pad = self.model.config.get_text_config().pad_token_id  # the model finds the end of a row by it
-        budget = 0 if pad is None else self.args.tokens_per_forward  # 0: each row alone
-        weights = chain(self.model.named_parameters(), self.model.named_buffers())
-        weights = {name: weight.to(self.device) for name, weight in weights}
-        for batch in pack([len(row) for row in rows], budget, [1] * len(rows)):
-            ids = pad_sequence([rows[i] for i in batch], batch_first=True, padding_value=-1).to(self.device)
+        pad = model.config.get_text_config().pad_token_id  # the model finds the end of a row by it
+        budget = 0 if pad is None else args.tokens_per_forward  # 0: each row alone
+        weights = chain(model.named_parameters(), model.named_buffers())
+        weights = {name: weight.to(device) for name, weight in weights}
+        for batch in pack(list(map(len, rows)), budget, [1] * len(rows)):
+            ids = pad_sequence([rows[i] for i in batch], batch_first=True, padding_value=-1).to(device)
             inputs = dict(input_ids=ids.where(ids >= 0, pad or 0), attention_mask=(ids >= 0).long())
-            logits = torch.func.functional_call(self.model, weights, kwargs=inputs).logits
+            logits = torch.func.functional_call(model, weights, kwargs=inputs).logits
             scores[batch] = logits[:, 0].float().cpu()
         return scores.tolist()
+
+    return score
 
 
 # ---- Data ------------------------------------------------------------
@@ -751,7 +753,8 @@ def clean(text: str | list | None):
 def tokenize(tokenizer, text: str) -> tuple[int, ...]:
     """Token ids of a text. They begin with the tokenizer's BOS, once, and do not end with EOS."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    full, plain = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+    full = tokenizer("a").input_ids
+    plain = tokenizer("a", add_special_tokens=False).input_ids
     bos = full[:full.index(plain[0])]  # what the tokenizer puts before a text
     return tuple(ids if ids[:len(bos)] == bos else bos + ids)
 
@@ -778,9 +781,8 @@ def load_model(name: str, device: str, args: Args, trains: bool = False):
     base = base_of(name)
     has_adapter = base != name or (trains and args.lora_r)
     trains_all = trains and not has_adapter
-    path = os.path.abspath(base) if Path(base).is_dir() else base  # an adapter's config stores it
-    model, info = AutoModelForCausalLM.from_pretrained(
-        path, dtype="auto" if trains_all else args.dtype, output_loading_info=True)  # auto: as it is stored
+    dtype = "auto" if trains_all else args.dtype  # auto: as it is stored
+    model, info = AutoModelForCausalLM.from_pretrained(base, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:  # they would stay random
         raise BadInput(f"{base} has no weights for {min(info['missing_keys'])}")
 
@@ -806,21 +808,24 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     import peft
     if name == base_of(name):
         targets = ",".join(args.lora_target).split(",") if args.lora_target else "all-linear"
-        model = peft.get_peft_model(model, peft.LoraConfig(
-            r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r, target_modules=targets,
-            task_type="CAUSAL_LM"))
+        config = peft.LoraConfig(
+            r=args.lora_r,
+            lora_alpha=args.lora_alpha or 2 * args.lora_r,
+            target_modules=targets,
+            task_type="CAUSAL_LM",
+        )
+        model = peft.get_peft_model(model, config)
         print("LoRA in", *sorted({name.split(".")[-1] for name in model.targeted_module_names}))
         return model
 
     config = peft.PeftConfig.from_pretrained(name)
     if config.peft_type != "LORA" or config.alora_invocation_tokens:
         raise BadInput(f"{name} is no LoRA adapter: merge it")
-    config.base_model_name_or_path = model.name_or_path
     for part, module in model.named_modules():
         if trains and part.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads the trained weights into a copy of it, which must be float32
-    return peft.PeftModel.from_pretrained(model, name, config=config, is_trainable=trains,
-                                          autocast_adapter_dtype=trains)  # float32 weights train
+    return peft.PeftModel.from_pretrained(
+        model, name, is_trainable=trains, autocast_adapter_dtype=trains)  # float32 weights train
 
 
 # ---- Files of a run --------------------------------------------------
@@ -839,23 +844,19 @@ def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dic
 
 
 def training_state(policy, optimizer) -> dict:
-    """What a step changes in place: weights, and their optimizer state, which a step with lr 0 creates."""
+    """What a step changes in place: weights, and their optimizer state, which torch creates by a step with lr 0."""
     state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # a tied weight once
-    for weight in state.values():
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()  # changes no weight: the optimizer was made with lr 0
-    optimizer.zero_grad()
-
-    for name, weight in list(state.items()):
-        for key, value in optimizer.state[weight].items():
+    moments = get_optimizer_state_dict(policy, optimizer)["state"]
+    for name, values in moments.items():
+        for key, value in values.items():
             state[f"optimizer.{name}.{key}"] = value.zero_()
     return state
 
 
-def checkpoints(out: Path) -> dict[int, Path]:
-    """The complete checkpoints, out/resume-STEP, by step. Other folders that begin with resume- are the user's."""
-    folders = [file.parent for file in out.glob("resume-*/run.json")]
-    return {int(folder.name[7:]): folder for folder in folders if folder.name[7:].isdigit()}
+def checkpoints(out: Path) -> set[int]:
+    """The steps of complete checkpoints, out/resume-STEP. Other folders that begin with resume- are the user's."""
+    steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
+    return {int(step) for step in steps if step.isdigit()}
 
 
 def save_checkpoint(out: Path, step: int, state: dict):
@@ -868,7 +869,7 @@ def save_checkpoint(out: Path, step: int, state: dict):
 
     if is_first_process():
         write_whole(folder / "run.json", [b"{}"])  # marks the folder as complete
-        for other in checkpoints(out).keys() - {step}:
+        for other in checkpoints(out) - {step}:
             shutil.rmtree(out / f"resume-{other}")
 
 
@@ -916,8 +917,8 @@ def append(log: Path, lines: list[dict]):
             os.fsync(file.fileno())
 
 
-def save_model(model, tokenizer, folder: Path, args: Args):
-    """Writes the model or adapter, in the dtype of forward passes. Then the run is finished."""
+def save_model(model, tokenizer, out: Path, args: Args):
+    """Writes out/model, the model or adapter in the dtype of forward passes. Then the run is finished."""
     state = get_model_state_dict(model, options=StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=True))
     if not is_first_process():
@@ -929,7 +930,7 @@ def save_model(model, tokenizer, folder: Path, args: Args):
         if weight.is_floating_point() and not names_in_float32(core).search(name):
             state[name] = converted.setdefault(weight.data_ptr(), weight.to(getattr(torch, args.dtype)))
 
-    hidden = folder.with_name(f".{folder.name}")
+    hidden = out / ".model"
     shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     model.save_pretrained(hidden, state_dict=state)
     tokenizer.save_pretrained(hidden)
@@ -938,9 +939,9 @@ def save_model(model, tokenizer, folder: Path, args: Args):
         core.config.save_pretrained(hidden)
 
     os.sync()  # all of it is on the disk before the folder gets its name
-    os.replace(hidden, folder)
-    for checkpoint_folder in checkpoints(folder.parent).values():
-        shutil.rmtree(checkpoint_folder)
+    os.replace(hidden, out / "model")
+    for step in checkpoints(out):
+        shutil.rmtree(out / f"resume-{step}")
 
 
 if __name__ == "__main__":

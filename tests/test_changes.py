@@ -21,6 +21,7 @@ from slow_losses import (
     alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, rpo, weighted,
     wpo)
 from torch import tensor
+from transformers import AutoModelForSequenceClassification
 
 import dpo
 import refcache
@@ -189,7 +190,7 @@ def test_humanline_clamps_log_ratios_and_copies_before_the_update(monkeypatch, s
     assert module.HUMANLINE == (-1.0, 1.5)
     monkeypatch.setattr(module, "HUMANLINE", (0.0, 0.0))
     monkeypatch.setattr(module, "copy_policy", lambda reference: calls.append("copy") or copy(reference))
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *inputs: calls.append("step") or step(*inputs))
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *inputs, **_: calls.append("step") or step(*inputs))
     history, _ = run("humanline", script, ref="swap")
     assert calls[1:] == 3 * ["copy", "step"]  # one makes the optimizer's state
     assert [values["loss"] for values in history[1:]] == pytest.approx(3 * [loss])
@@ -325,11 +326,12 @@ def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
     losses = watch(monkeypatch, "reward_model", slow_loss)
     assert re.search(r"`rloo\.py --reward_model (\S+)/model`.* --out \1`", TABLE["reward_model"])
     _, args = run("reward_model", steps=2, samples=64)  # it can write no answers
-    judge = rloo.RewardModel(f"{args.out}/model", "cpu", rloo.Args())
+    judge = rloo.load_reward_model(f"{args.out}/model", "cpu", rloo.Args())
 
     rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args(score="keeps the columns"))
     prompts, answers = ([row.columns[name] for row in rows] for name in ("prompt", "chosen"))
-    expected = [score(judge.model, row.prompt + row.chosen).item() for row in rows]
+    model = AutoModelForSequenceClassification.from_pretrained(f"{args.out}/model")
+    expected = [score(model, row.prompt + row.chosen).item() for row in rows]
     assert judge(prompts, answers, [True] * 12) == pytest.approx(expected, abs=1e-5) and len(losses) == 2
 
 

@@ -105,7 +105,7 @@ def test_model_is_saved_in_the_dtype_of_its_forwards(dtype, tmp_path):
     """Integers stay integers, and tied weights are saved once."""
     policy = load(save(build("llama", TIED), "tied"), trains=True, dtype=dtype)
     policy.register_buffer("count", torch.tensor([70_001]))  # bfloat16 would round it to 70,144
-    dpo.save_model(policy, TOKENIZER, tmp_path / "model", dpo.Args(dtype=dtype))
+    dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args(dtype=dtype))
     saved = load_file(tmp_path / "model/model.safetensors")
     count = saved.pop("count")
     assert count.dtype == torch.int64 and count.item() == 70_001
