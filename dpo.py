@@ -75,7 +75,7 @@ NO_REFERENCE = {"simpo", "sft"}  # losses that need no reference
 TOKENS = {}  # id -> id: with one object for equal ids the data takes 8 bytes per token instead of 36
 # Flags that may differ when a run is resumed.
 MAY_CHANGE = "out ref_cache wandb tokens_per_forward gradient_checkpointing save_every eval_every".split()
-SMALLEST = dict(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, max_new_tokens=1)  # else 0
+SMALLEST = Counter(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, max_new_tokens=1)  # or 0
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Args:
     lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4; see docs/recipes.md
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
     warmup: float = 0.1  # steps in which the learning rate rises; below 1: their fraction of all steps
-    weight_decay: float = 0.0  # of all weights that train, also of norms and biases
+    weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # gradients are clipped to this norm; 0: no clipping
     seed: int = 0
 
@@ -251,7 +251,7 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     with process_group():
-        args = Args(**all_gather(vars(resolve(args)))[0])  # the flags of the first process are those of all
+        args = Args(**all_gather(vars(resolve(args)))[0])  # those of the first process, as a dict
         out = Path(args.out).absolute()  # a user's function may change the working directory
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():
@@ -267,14 +267,14 @@ def train(args: Args, out: Path) -> list[dict]:
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].chosen), sep="|")
 
     batch_size = min(args.batch_size, len(train_rows))
-    steps = args.steps
-    if steps == -1:
-        steps = math.ceil(args.epochs * len(train_rows) / batch_size)
+    steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps == -1 else args.steps
     ordered_rows = rows_in_order(train_rows, steps * batch_size, args.seed)
     print(f"{steps} steps of {batch_size} pairs, lr {args.lr:g}, reference: {args.ref}")
 
     run = describe_run(train_rows, eval_rows, args)
-    score = load_function(args.score) if args.score and is_first_process() else None
+    score = None
+    if args.score and is_first_process():
+        score = load_function(args.score)
     if score and eval_rows:  # try it on one answer, so that it does not fail after the reference's pass
         answer = tokenizer.decode(eval_rows[0].chosen, skip_special_tokens=True)
         score_answers(score, eval_rows[:1], [answer], args)
@@ -299,7 +299,12 @@ def train(args: Args, out: Path) -> list[dict]:
         reference = Swap(policy, other)
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=args.weight_decay, fused=True)  # the loop sets lr
+    matrices = [weight for weight in weights if weight.dim() > 1]
+    vectors = [weight for weight in weights if weight.dim() <= 1]  # norms and biases do not decay
+    optimizer = torch.optim.AdamW([
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ], lr=0.0, fused=True)  # the loop sets lr
 
     state = training_state(policy, optimizer)  # what a checkpoint holds
     last_step = restore_checkpoint(out, run, state)
@@ -315,7 +320,7 @@ def train(args: Args, out: Path) -> list[dict]:
         rows = ordered_rows[(step - 1) * batch_size:step * batch_size]
         ref_logps = reference_logprobs(reference, groups(rows), args.tokens_per_forward)
         values = {"step": step} | run_batch(policy, rows, ref_logps, args, train=True)  # calls loss.backward()
-        if step == 1 and reference and args.ref_model == args.model:
+        if step == 1 and reference is not None and args.ref_model == args.model:
             check_agreement(values["logratio"], args.dtype)
 
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
@@ -363,11 +368,7 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
     remaining = (steps - step + 1) / (steps - warmup_steps)
-    factors = {
-        "constant": 1.0,
-        "linear": remaining,
-        "cosine": (1 - math.cos(math.pi * remaining)) / 2,
-    }
+    factors = {"constant": 1.0, "linear": remaining, "cosine": (1 - math.cos(math.pi * remaining)) / 2}
     return args.lr * factors[args.schedule]
 
 
@@ -375,20 +376,22 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
 
 def resolve(args: Args) -> Args:
     """A copy of the flags, with those filled in that depend on others. Refuses flags that no run can have."""
-    args = replace(args)
+    unset = {}
     if not (args.model or args.data):
         torch.set_num_threads(1)  # the demo's tiny model gains nothing from more
         unset = {flag: value for flag, value in DEMO.items() if vars(args)[flag] is None}
-        args = replace(args, **unset)
+    args = replace(args, **unset)
 
     for flag, value in vars(args).items():
-        smallest = SMALLEST.get(flag, 0)
-        if isinstance(value, (int, float)) and not value >= smallest:  # `not >=` also catches NaN
-            raise BadInput(f"--{flag} {value}: must be at least {smallest}")
+        if isinstance(value, (int, float)) and not value >= SMALLEST[flag]:  # `not >=` also catches NaN
+            raise BadInput(f"--{flag} {value}: must be at least {SMALLEST[flag]}")
 
     if args.out is None:
-        folders = ["out/dpo"] + [f"out/dpo-{n}" for n in range(2, 1000)]
-        args.out = next(folder for folder in folders if not Path(folder, "model").exists())
+        args.out = "out/dpo"
+        n = 1
+        while Path(args.out, "model").exists():
+            n += 1
+            args.out = f"out/dpo-{n}"
     is_adapter = args.model and base_of(args.model) != args.model
     mistakes = {
         "give both --model and --data, or neither for the demo": not (args.model and args.data),
@@ -541,7 +544,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     return rows
 
 
-def read_rows(source: str) -> list:
+def read_rows(source: str):
     """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line."""
     ending = Path(source).suffix
     if ending == ".jsonl":
@@ -550,10 +553,10 @@ def read_rows(source: str) -> list:
 
     import datasets
     if ending in (".json", ".csv", ".parquet"):
-        return list(datasets.load_dataset(ending[1:], data_files=source, split="train"))
+        return datasets.load_dataset(ending[1:], data_files=source, split="train")
     name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
     split = config.pop() if config else "train"
-    return list(datasets.load_dataset(name, *config, split=split))
+    return datasets.load_dataset(name, *config, split=split)
 
 
 def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> Row:
@@ -599,16 +602,15 @@ def split_prompt(columns: dict, counts: Counter) -> tuple[str | list, list]:
     if isinstance(prompt, str) and not isinstance(answers[0], str):
         prompt = [{"role": "user", "content": prompt}]
 
-    is_repeated = isinstance(prompt, list) and all(answer[:len(prompt)] == prompt for answer in answers)
+    may_repeat = not isinstance(prompt, str)  # messages, or no prompt: the answers may begin with it
     if prompt is None:
         counts["without a prompt"] += 1
-        is_repeated = True
         common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # characters or messages
         prompt = answers[0][:len(common)]
         if isinstance(prompt, str):
             prompt = prompt.removesuffix(" ")  # a space belongs to the token that follows it
 
-    if is_repeated:
+    if may_repeat and all(answer[:len(prompt)] == prompt for answer in answers):
         answers = [answer[len(prompt):] for answer in answers]
     if isinstance(prompt, list) and any(message["role"] in ("user", "system") for message in answers[0] + answers[1]):
         raise ValueError("an answer contains a user or system message")
@@ -718,7 +720,7 @@ def training_state(policy, optimizer) -> dict:
     moments = get_optimizer_state_dict(policy, optimizer)["state"]
     for name, values in moments.items():
         for key, value in values.items():
-            state[f"optimizer.{name}.{key}"] = value.zero_()
+            state[f"optimizer.{name}.{key}"] = value.zero_()  # that step was counted
     return state
 
 
@@ -743,14 +745,13 @@ def save_checkpoint(out: Path, step: int, state: dict):
 
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
-    """Restores the newest checkpoint, and cuts the logs to its step. Refuses another run's. Returns the step, or 0."""
+    """Refuses another run's folder, restores the newest checkpoint, cuts the logs to its step. Returns it, or 0."""
     file = out / "args.json"
-    saved = run
     if file.exists() or (out / "metrics.jsonl").exists():  # a log without args.json is another program's
         saved = json.loads(file.read_text())
-    differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
-    if differing:
-        raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
+        differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
+        if differing:
+            raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
 
     step = max(checkpoints(out), default=0)
     if step:
@@ -760,9 +761,9 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     if is_first_process():
         write_whole(file, [json.dumps(run, indent=1).encode()])
         for log in (out / "metrics.jsonl", out / "samples.jsonl"):  # the lines of later steps will be written again
-            lines = log.read_text().splitlines(keepends=True) if step else []
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            write_whole(log, ["".join(kept).encode()])
+            lines = log.read_bytes().splitlines(keepends=True) if step else []
+            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+            write_whole(log, kept)
         if run["wandb"]:
             import wandb
             wandb.init(name=out.name, dir=out, config=run, resume="auto")

@@ -93,7 +93,7 @@ class ReferenceCache(Mapping):
         # The processes divide what is missing, so it must be the same for all of them.
         digest = hash(tuple((prompt, *completions) for prompt, completions in missing))
         if len(set(all_gather(digest))) > 1:
-            raise BadInput(f"the processes have different caches: do all of them read the same {path}?")
+            raise BadInput(f"the processes have different caches: start again, or give all of them the same {path}")
         if not missing:
             return 0
 
@@ -129,15 +129,14 @@ class ReferenceCache(Mapping):
             for indices in pack(list(map(len, completions)), budget - len(prompt)):
                 parts.append((prompt, [completions[i] for i in indices]))
 
-        # The longest batches come first, so that a pass that needs too much memory fails at once.
-        batches = micro_batches(model, parts, tokens_per_forward)
         n_tokens = count_tokens(parts) // process_count()  # each process has about as many
         progress = progress_bar(desc="reference", total=n_tokens, unit="tok", unit_scale=True, delay=1)
 
         mine = {}  # the entries of this process
         save_at = time.monotonic() + 60
         try:
-            for indices, _ in batches:
+            # The longest batches come first, so that a pass that needs too much memory fails at once.
+            for indices, _ in micro_batches(model, parts, tokens_per_forward):
                 batch = [parts[i] for i in indices]
                 entries = entries_of(batch, completion_logprobs(model, batch))
                 self.table |= entries
@@ -228,7 +227,7 @@ def write_whole(path, parts):
 def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384):
     """log π_ref of these completions, as a mapping. A `reference` that is a ReferenceCache or None is returned as it
     is; any other is a context manager that yields a model, such as a Swap."""
-    if reference is None or isinstance(reference, ReferenceCache):
+    if isinstance(reference, ReferenceCache | None):
         return reference
     cache = ReferenceCache()
     with reference as model:
@@ -236,17 +235,13 @@ def reference_logprobs(reference, groups: Groups, tokens_per_forward=16384):
     return cache
 
 
-def checkpoint_folder(name: str) -> Path:
-    """The folder of a checkpoint: the name itself, or where the hub's checkpoint of this name was downloaded to."""
-    if Path(name).is_dir():
-        return Path(name)
-    patterns = ["*.json", "*.jinja", "*model*.safetensors"]
-    return Path(snapshot_download(name, allow_patterns=patterns))
-
-
 def checkpoint_digest(name: str) -> str:
     """Identifies the weights of a folder or hub name: SHA-256 of config and safetensors, and an adapter's base."""
-    folder = checkpoint_folder(name)
+    folder = Path(name)
+    if not folder.is_dir():  # a name of the hub
+        patterns = ["*.json", "model*.safetensors", "adapter_model*.safetensors"]
+        folder = Path(snapshot_download(name, allow_patterns=patterns))
+
     kind = "adapter_" if (folder / "adapter_config.json").exists() else ""
     config = json.loads((folder / f"{kind}config.json").read_text())
     config |= {"transformers_version": None, "_name_or_path": None}  # no effect on log-probs
@@ -298,7 +293,6 @@ class Swap:
     def __exit__(self, *_):
         self.exchange()
 
-    @torch.no_grad()
     def exchange(self):
         """Goes weight by weight, so that no third copy of the model is needed."""
         for tensor, on_cpu in self.weights:
@@ -457,10 +451,8 @@ def ragged(flat, groups) -> Ragged:
 
 def sum_tokens(values: Ragged):
     """Sums over the tokens of each completion: (B, k) for B groups of k completions."""
-    sums = []
-    for completions in values:
-        sums.append(torch.stack([tokens.sum() for tokens in completions]))
-    return torch.stack(sums)
+    sums = torch.stack([tokens.sum() for tokens in chain(*values)])
+    return sums.view(len(values), -1)
 
 
 def log_ratios(logps: Ragged, groups: Groups, ref_logps: Mapping | None) -> Ragged:
@@ -523,7 +515,8 @@ def pack(lengths, budget: int, rows=None) -> list[list[int]]:
     batches = []
     load = 0  # rows or tokens in the last batch
     width = 1  # tokens of each
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    for i in longest_first:
         if not batches or (load + sizes[i]) * width > budget:
             batches.append([])
             load = 0
@@ -582,7 +575,8 @@ def lay_out_shared(groups, device, with_spans=True):
     # Without a mask of ones, transformers treats restarting positions as packed sequences and masks the prompts.
     ones = torch.ones(1, 1, dtype=torch.bool, device=device).expand(1, len(ids))
     spans = (keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k) if with_spans else None
-    return dict(input_ids=ids[None], position_ids=positions[None], attention_mask=ones, spans=spans), sources, targets
+    inputs = dict(input_ids=ids[None], position_ids=positions[None], attention_mask=ones, spans=spans)
+    return inputs, sources, targets
 
 
 def lay_out_padded(groups, device):
@@ -598,7 +592,8 @@ def lay_out_padded(groups, device):
 
     ids = to_device(pad_sequence(rows, batch_first=True, padding_value=-1), device)
     sources, targets = to_device([sources, targets], device)
-    return dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long()), sources, targets
+    inputs = dict(input_ids=ids.clamp(min=0), attention_mask=(ids >= 0).long())
+    return inputs, sources, targets
 
 
 def shared_prompt_attention(module, query, key, value, attention_mask, spans=None, sliding_window=None, **kwargs):
@@ -606,7 +601,7 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
     A span is the queries of one completion (the first: of prompt + completion). Its keys: [prompt ; own]."""
     if spans is None:  # an ordinary batch, as in generate()
         output, _ = sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
-        # For one token it has odd strides, for which a frozen linear layer would read its weight again for each row.
+        # sdpa's output for one token has strides with which a frozen linear layer reads its weight again for each row.
         return output.flatten(0, 1).unflatten(0, (len(query), -1)), None
     if attention_mask is not None and not sliding_window:
         raise BadInput(f"{type(module).__name__} masks more than the future, so completions cannot share a prompt")
@@ -621,8 +616,9 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
     if one_kernel_serves(query, value) and not kwargs.get("dropout"):
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, D)
         window = (sliding_window - 1 if sliding_window else -1, 0)  # how far a query sees back, and ahead
-        output = varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max(sizes_q), max(sizes_k), window_size=window,
-                             scale=kwargs.get("scaling"), enable_gqa=True)
+        output = varlen_attn(
+            query, key, value, cu_seq_q, cu_seq_k, max(sizes_q), max(sizes_k),
+            window_size=window, scale=kwargs.get("scaling"), enable_gqa=True)
         return output[None], None
 
     # On a CPU, and in float32, one ordinary attention for each span is as fast.
@@ -784,8 +780,7 @@ def apply_fsdp(model, device: str, dtype="float32"):
 
     # The inputs of a layer are not cast. Some are float32 by intent (cos and sin of OLMo, ALiBi of MPT, the residual
     # of Mamba), and the reference, a plain bfloat16 model, leaves them so: the policy would round differently.
-    mixed = MixedPrecisionPolicy(torch.bfloat16 if dtype == "bfloat16" else None, torch.float32,
-                                 cast_forward_inputs=False)
+    mixed = MixedPrecisionPolicy(getattr(torch, dtype), torch.float32, cast_forward_inputs=False)
 
     # In one process the frozen base of an adapter stays outside: FSDP2 would only copy it, layer by layer.
     is_outside = mesh.size() == 1 and model is not core
@@ -796,8 +791,10 @@ def apply_fsdp(model, device: str, dtype="float32"):
         weights = [f"{name}.{weight}" for weight, _ in module.named_parameters()]
         is_exact = weights and all(map(kept.search, weights))
         if is_exact or module is core or type(module).__name__ in core._no_split_modules:
-            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy() if is_exact else mixed,
-                        ignored_params=frozen, reshard_after_forward=True)  # parameters() are always shards
+            policy = MixedPrecisionPolicy() if is_exact else mixed
+            fully_shard(
+                module, mesh=mesh, mp_policy=policy, ignored_params=frozen,
+                reshard_after_forward=True)  # parameters() are always shards
             if mesh.size() > 1:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)

@@ -68,6 +68,7 @@ from refcache import (
     process_rank, progress_bar, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
+RUNNER = asyncio.Runner()  # one event loop for all calls, so that a client in a reward function can be used again
 DEMO = dict(
     model=f"{HERE}/demo/model",
     data=f"{HERE}/demo/prompts.jsonl",
@@ -77,8 +78,8 @@ DEMO = dict(
 )
 # Flags that may differ when a run is resumed.
 MAY_CHANGE = "out ref wandb tokens_per_forward rollout_tokens gradient_checkpointing save_every eval_every".split()
-SMALLEST = dict(steps=-1, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, k=2, temperature=1e-6,
-                max_new_tokens=1, updates_per_rollout=1)  # else 0
+SMALLEST = Counter(steps=-1, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, k=2, temperature=1e-6,
+                max_new_tokens=1, updates_per_rollout=1)  # or 0
 
 
 @dataclass
@@ -116,7 +117,7 @@ class Args:
     lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4; see docs/recipes.md
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
     warmup: float = 0.1  # steps in which the learning rate rises; below 1: their fraction of all steps
-    weight_decay: float = 0.0  # of all weights that train, also of norms and biases
+    weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # gradients are clipped to this norm; 0: no clipping
     seed: int = 0
 
@@ -197,7 +198,7 @@ def compute_logprobs(reference, samples: Samples, device: str, args: Args) -> to
 def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor,
               old_logps: torch.Tensor | None, args: Args) -> tuple[torch.Tensor, dict]:
     """Adds the gradient of the mean loss. rewards (B, k), log-probs (B, k, T). old_logps is None before the first
-    update of a rollout: this forward then gives them, also for the KL penalty. Returns log π and metrics."""
+    update of a rollout: this forward then gives them, also for the KL penalty. Returns them, and metrics."""
     all_logps = torch.zeros_like(ref_logps)
     totals = torch.zeros(2, device=ref_logps.device)  # of the loss, and of clipped ratios
 
@@ -211,7 +212,7 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
         loss = losses.sum() * scale
         loss.backward()
 
-        all_logps[indices] += logps.detach() * weight
+        all_logps[indices] += old * weight
         totals += torch.stack([loss.detach(), is_clipped.sum() * scale])
 
     loss, clip_ratio = all_reduce(totals).tolist()
@@ -221,11 +222,9 @@ def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.
 def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
     """Metrics of samples and their rewards, (B, k). A sample whose reward is NaN is left out of the reward metrics."""
     known = rewards[~rewards.isnan()]
-    is_equal = [len(set(values)) == 1 for values in rewards.tolist()]  # for each prompt
     return {
         "reward": known.mean().item(),
         "reward_std": known.std(correction=min(1, len(known) - 1)).item(),
-        "frac_reward_zero_std": sum(is_equal) / len(is_equal),
         "samples/distinct": len(set(chain(*samples.texts))),
         "completions/mean_length": samples.mask.sum(dim=2).float().mean().item(),
         "completions/clipped_ratio": 1 - samples.ended.float().mean().item(),
@@ -242,7 +241,6 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
     log_samples(out, step, True, samples, rows, rewards)
 
     values = metrics(samples, rewards) | means
-    del values["frac_reward_zero_std"]  # it needs two samples per prompt
     if reference:
         ref_logps = compute_logprobs(reference, samples, policy.device, args)
         values["kl"] = ((samples.logps - ref_logps.cpu()).sum() / samples.mask.sum()).item()
@@ -254,7 +252,7 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     with process_group():
-        args = Args(**all_gather(vars(resolve(args)))[0])  # the flags of the first process are those of all
+        args = Args(**all_gather(vars(resolve(args)))[0])  # those of the first process, as a dict
         out = Path(args.out).absolute()  # a user's function may change the working directory
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():
@@ -288,7 +286,12 @@ def train(args: Args, out: Path) -> list[dict]:
         reference = Swap(policy, load_model(args.ref_model, "cpu", args) if is_other else None)
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=0.0, weight_decay=args.weight_decay, fused=True)  # the loop sets lr
+    matrices = [weight for weight in weights if weight.dim() > 1]
+    vectors = [weight for weight in weights if weight.dim() <= 1]  # norms and biases do not decay
+    optimizer = torch.optim.AdamW([
+        {"params": matrices, "weight_decay": args.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ], lr=0.0, fused=True)  # the loop sets lr
 
     state = training_state(policy, optimizer)  # what a checkpoint holds
     last_step = restore_checkpoint(out, run, state)
@@ -305,20 +308,20 @@ def train(args: Args, out: Path) -> list[dict]:
         rewards, means = compute_rewards(samples, rows, functions)
         log_samples(out, step, False, samples, rows, rewards)
         values = {"step": step} | metrics(samples, rewards) | means
+        is_equal = (rewards == rewards[:, :1]).all(dim=1)  # for each prompt
+        values["frac_reward_zero_std"] = is_equal.float().mean().item()
 
         if step == 1 and not samples.ended.any():
             progress.write("No sample ends: raise --max_new_tokens, or fix the chat template")
-        if step == 1 and values["frac_reward_zero_std"] == 1:
+        if step == 1 and is_equal.all():
             progress.write("The rewards of each prompt are equal: nothing is learned")
         if args.mask_truncated:  # the metrics above count these samples, the loss does not
-            rewards = torch.where(samples.ended, rewards, math.nan)
+            rewards = rewards.where(samples.ended, math.nan)
 
         ref_logps = compute_logprobs(reference, samples, device, args)
         old_logps = None  # log π of the policy that sampled: the first update's forward gives it
         for _ in range(args.updates_per_rollout):
-            logps, measured = run_batch(policy, samples, rewards.to(device), ref_logps, old_logps, args)  # backward
-            if old_logps is None:
-                old_logps = logps
+            old_logps, measured = run_batch(policy, samples, rewards.to(device), ref_logps, old_logps, args)  # backward
             values |= measured  # the last update's are logged
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
             values["learning_rate"] = learning_rate(step, steps, args)
@@ -337,7 +340,7 @@ def train(args: Args, out: Path) -> list[dict]:
         mean_difference = (difference.sum() / samples.mask.sum()).item()
         values["sampling/sampling_logp_difference/mean"] = mean_difference
         values["sampling/sampling_logp_difference/max"] = difference.max().item()
-        limit = (5e-2 if args.dtype == "bfloat16" else 1e-3) / min(1, args.temperature)  # it magnifies rounding
+        limit = (5e-2 if args.dtype == "bfloat16" else 1e-3) / min(1, args.temperature)  # a low one magnifies rounding
         if step == 1 and not mean_difference < limit:
             raise BadInput(f"{args.model}: a key-value cache changes its log-probs, so samples would be wrong")
 
@@ -382,11 +385,7 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
     remaining = (steps - step + 1) / (steps - warmup_steps)
-    factors = {
-        "constant": 1.0,
-        "linear": remaining,
-        "cosine": (1 - math.cos(math.pi * remaining)) / 2,
-    }
+    factors = {"constant": 1.0, "linear": remaining, "cosine": (1 - math.cos(math.pi * remaining)) / 2}
     return args.lr * factors[args.schedule]
 
 
@@ -394,20 +393,22 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
 
 def resolve(args: Args) -> Args:
     """A copy of the flags, with those filled in that depend on others. Refuses flags that no run can have."""
-    args = replace(args)
+    unset = {}
     if not (args.model or args.data):
         torch.set_num_threads(1)  # the demo's tiny model gains nothing from more
         unset = {flag: value for flag, value in DEMO.items() if vars(args)[flag] in (None, ())}
-        args = replace(args, **unset)
+    args = replace(args, **unset)
 
     for flag, value in vars(args).items():
-        smallest = SMALLEST.get(flag, 0)
-        if isinstance(value, (int, float)) and not value >= smallest:  # `not >=` also catches NaN
-            raise BadInput(f"--{flag} {value}: must be at least {smallest}")
+        if isinstance(value, (int, float)) and not value >= SMALLEST[flag]:  # `not >=` also catches NaN
+            raise BadInput(f"--{flag} {value}: must be at least {SMALLEST[flag]}")
 
     if args.out is None:
-        folders = ["out/rloo"] + [f"out/rloo-{n}" for n in range(2, 1000)]
-        args.out = next(folder for folder in folders if not Path(folder, "model").exists())
+        args.out = "out/rloo"
+        n = 1
+        while Path(args.out, "model").exists():
+            n += 1
+            args.out = f"out/rloo-{n}"
     is_adapter = args.model and base_of(args.model) != args.model
     n_rewards = len(args.reward) + bool(args.reward_model)
 
@@ -516,7 +517,7 @@ def sample_batch(core, prompts: list[tuple], u: torch.Tensor, stops: torch.Tenso
             kv_cache.batch_select_indices(stay)
             rows = rows[stay]
         inputs = dict(input_ids=tokens[rows, t, None], position_ids=lengths[rows, None] + t)
-        if is_shared:
+        if is_shared:  # a recurrent model would misread it
             inputs["attention_mask"] = mask[rows, :ids.shape[1] + t + 1]
         logits = core(**inputs, **{cache_name: kv_cache}, use_cache=True).logits[:, -1]
     return tokens.view(B, k, T), logps.view(B, k, T), entropies.view(B, k, T)
@@ -554,9 +555,7 @@ def report(out: Path) -> list[dict]:
     held_out = [sample for sample in samples if sample["held_out"]]
     now = [sample for sample in held_out if sample["step"] == history[-1]["step"]]
     for old, new in zip(held_out[:3], now):  # their prompts are the same
-        prompt = new["prompt"]
-        if not isinstance(prompt, str):
-            prompt = prompt[-1]["content"]
+        prompt = new["prompt"] if isinstance(new["prompt"], str) else new["prompt"][-1]["content"]
         print(f"prompt  {prompt[-80:]!r}")  # its end, which is answered
         print(f"before  {old['completion'][:100]!r}\nnow     {new['completion'][:100]!r}")
 
@@ -593,7 +592,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     own = slice(n * rank // ranks, n * (rank + 1) // ranks)  # the processes divide the rows
     texts = list(chain(*samples.texts[own]))
     k = samples.mask.shape[1]
-    columns = list(chain(*([row.columns] * k for row in rows[own])))  # one dict per sample
+    columns = np.repeat([row.columns for row in rows[own]], k)  # one dict per sample
 
     # What a function receives: lists with an item for each sample.
     inputs = {name: [row[name] for row in columns] for name in rows[0].columns}
@@ -609,7 +608,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
     for name, function, weight in functions:
         values = function(**inputs) if texts else []
         if asyncio.iscoroutine(values):
-            values = asyncio.run(values)
+            values = RUNNER.run(values)
         if isinstance(values, (dict, set, str)) or len(values) != len(texts):
             raise BadInput(f"{name} returned {str(values)[:99]}: expected {len(texts)} numbers or None")
 
@@ -629,6 +628,8 @@ def load_reward_model(name: str, device: str, args: Args):
     model, info = AutoModelForSequenceClassification.from_pretrained(name, dtype="auto", output_loading_info=True)
     if info["missing_keys"] or model.config.num_labels != 1:  # missing weights would stay random
         raise BadInput(f"--reward_model {name} is no classifier with one output, or lacks weights")
+    if device == "cuda":
+        model._apply(torch.Tensor.pin_memory)  # pinned memory is copied faster
 
     @torch.no_grad()
     def score(prompts, completions, ended, **columns) -> list[float]:
@@ -705,7 +706,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     return [Row(row.prompt, names | row.columns) for row in rows]  # what a row lacks is None
 
 
-def read_rows(source: str) -> list:
+def read_rows(source: str):
     """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line."""
     ending = Path(source).suffix
     if ending == ".jsonl":
@@ -714,10 +715,10 @@ def read_rows(source: str) -> list:
 
     import datasets
     if ending in (".json", ".csv", ".parquet"):
-        return list(datasets.load_dataset(ending[1:], data_files=source, split="train"))
+        return datasets.load_dataset(ending[1:], data_files=source, split="train")
     name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
     split = config.pop() if config else "train"
-    return list(datasets.load_dataset(name, *config, split=split))
+    return datasets.load_dataset(name, *config, split=split)
 
 
 def encode(columns: dict | str, tokenizer, args: Args) -> Row:
@@ -750,13 +751,13 @@ def clean(text: str | list | None):
     return messages
 
 
-def tokenize(tokenizer, text: str) -> tuple[int, ...]:
+def tokenize(tokenizer, text: str) -> list[int]:
     """Token ids of a text. They begin with the tokenizer's BOS, once, and do not end with EOS."""
     ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     full = tokenizer("a").input_ids
     plain = tokenizer("a", add_special_tokens=False).input_ids
     bos = full[:full.index(plain[0])]  # what the tokenizer puts before a text
-    return tuple(ids if ids[:len(bos)] == bos else bos + ids)
+    return ids if ids[:len(bos)] == bos else bos + ids
 
 
 # ---- Models ----------------------------------------------------------
@@ -849,7 +850,7 @@ def training_state(policy, optimizer) -> dict:
     moments = get_optimizer_state_dict(policy, optimizer)["state"]
     for name, values in moments.items():
         for key, value in values.items():
-            state[f"optimizer.{name}.{key}"] = value.zero_()
+            state[f"optimizer.{name}.{key}"] = value.zero_()  # that step was counted
     return state
 
 
@@ -874,14 +875,13 @@ def save_checkpoint(out: Path, step: int, state: dict):
 
 
 def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
-    """Restores the newest checkpoint, and cuts the logs to its step. Refuses another run's. Returns the step, or 0."""
+    """Refuses another run's folder, restores the newest checkpoint, cuts the logs to its step. Returns it, or 0."""
     file = out / "args.json"
-    saved = run
     if file.exists() or (out / "metrics.jsonl").exists():  # a log without args.json is another program's
         saved = json.loads(file.read_text())
-    differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
-    if differing:
-        raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
+        differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
+        if differing:
+            raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
 
     step = max(checkpoints(out), default=0)
     if step:
@@ -891,9 +891,9 @@ def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
     if is_first_process():
         write_whole(file, [json.dumps(run, indent=1).encode()])
         for log in (out / "metrics.jsonl", out / "samples.jsonl"):  # the lines of later steps will be written again
-            lines = log.read_text().splitlines(keepends=True) if step else []
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            write_whole(log, ["".join(kept).encode()])
+            lines = log.read_bytes().splitlines(keepends=True) if step else []
+            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
+            write_whole(log, kept)
         if run["wandb"]:
             import wandb
             wandb.init(name=out.name, dir=out, config=run, resume="auto")

@@ -84,14 +84,15 @@ def test_value_baseline(monkeypatch):
         return None if returns is None else total / tokens_of(known[prompt] for prompt, _ in samples.groups)
 
     def watched_step(optimizer, closure=None):
-        groups[:] = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+        groups[:] = [(group["lr"], group["weight_decay"], {weight.dim() > 1 for weight in group["params"]})
+                     for group in optimizer.param_groups]
         step(optimizer)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", watched_step)
     critic_losses = watch(monkeypatch, "value_baseline", slow_critic, "run_critic")
     run("value_baseline", model=model_with_many_ends(), weight_decay=0.5, critic_lr=4.0, schedule="constant", **SIZES)
     assert len(losses) == len(critic_losses) == 4 and critic_losses[1] < critic_losses[0]
-    assert groups == [(3e-3, 0.5), (4 * 3e-3, 0.5)]
+    assert groups == [(lr, decay, {decay > 0}) for lr in (3e-3, 4 * 3e-3) for decay in (0.5, 0.0)]
     assert not any(seen[:12]) and any(seen)
 
 

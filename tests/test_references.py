@@ -121,7 +121,8 @@ def slow_run(script, args, begin):
         lr = optimizer.param_groups[0]["lr"] = args.lr * (1 - (step - 1) / args.steps)
         with torch.no_grad():
             for weight in weights:
-                weight.mul_(1 - lr * args.weight_decay)
+                if weight.dim() > 1:  # norms and biases do not decay
+                    weight.mul_(1 - lr * args.weight_decay)
         optimizer.step()
         yield {"loss": loss.item(), **values}
     with torch.no_grad():

@@ -1,4 +1,5 @@
 """rloo.py: advantages and gradients by hand, rewards, training against a slow loop of two models, samples."""
+import asyncio
 import math
 from dataclasses import replace
 from functools import cache
@@ -110,6 +111,19 @@ def test_rewards_are_weighted():
     assert means == {"rewards/f0": 2.5, "rewards/f1": 15}
 
 
+def test_coroutines_share_an_event_loop():
+    """A client that a function keeps, such as that of a judge, belongs to one loop."""
+    loops = set()
+
+    async def judge(**columns):
+        loops.add(asyncio.get_running_loop())
+        return [1.0] * 4
+
+    for _ in range(2):
+        score((judge, 1.0))
+    assert len(loops) == 1
+
+
 def test_columns_come_once_per_sample():
     seen = {}
     x, z = chat("a"), chat("b")
@@ -184,6 +198,14 @@ def test_reward_model_sees_no_end_that_was_cut_off(tmp_path, monkeypatch):
         judge([prompt] * 2, [answer] * 2, [True, False])
         ended, cut = sorted((TOKENIZER.decode(ids[ids > 0]) for ids in seen[-2:]), key=len, reverse=True)
         assert ended.strip() == cut + "<|end|>" and cut.endswith(begin + "you")
+
+
+def test_reward_model_waits_in_pinned_memory(tmp_path, monkeypatch):
+    """Emulated: a CPU cannot pin."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
+    load_reward_model(classifier(tmp_path), "cuda", Args())
+    assert len(pinned) >= len(list(AutoModelForSequenceClassification.from_pretrained(tmp_path).parameters()))
 
 
 def test_bad_reward_models_are_refused(tmp_path):
@@ -273,7 +295,7 @@ def test_metrics_by_hand():
     ended = tensor([[True, False], [True, True]] * 2)
     samples = Samples(None, texts, mask, ended, None, entropy=torch.full((4, 2), 3.0))
     assert rloo.metrics(samples, tensor([[1.0, NAN], [2.0, 2.0], [NAN, NAN], [1.0, 3.0]])) == pytest.approx({
-        "reward": 1.8, "reward_std": np.std([1, 2, 2, 1, 3], ddof=1), "frac_reward_zero_std": 0.25,
+        "reward": 1.8, "reward_std": np.std([1, 2, 2, 1, 3], ddof=1),
         "samples/distinct": 4, "completions/mean_length": 2, "completions/clipped_ratio": 0.25, "entropy": 1.5})
     assert rloo.metrics(samples, tensor([[2.0]]))["reward_std"] == 0
 
