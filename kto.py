@@ -248,7 +248,7 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     with process_group():
-        args = Args(**all_gather(vars(resolve(args)))[0])  # those of the first process, as a dict
+        args = Args(**all_gather(vars(resolve(args)))[0])  # the first process's flags, sent as a dict
         out = Path(args.out).absolute()  # a user's function may change the working directory
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():

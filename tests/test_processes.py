@@ -232,6 +232,15 @@ def test_runs_resume_with_any_number_of_processes(name, processes):
         assert history == whole(name, 2)[0] and equal(weights, whole(name, 2)[1])
 
 
+def test_the_first_process_alone_calls_the_score(tmp_path):
+    file, calls = tmp_path / "score.py", tmp_path / "calls"
+    file.write_text(f"import os\n\ndef score(prompts, **_):\n    open('{calls}', 'a').write(os.environ['RANK'])\n"
+                    "    return [1] * len(prompts)")
+    _, args = flags_of("dpo", samples=2, steps=1, score=f"{file}:score")
+    in_processes(2, dpo.main, args)
+    assert calls.read_text() == "000"
+
+
 def main_of_rank(main, *args_of_ranks):
     return main(args_of_ranks[int(os.environ["RANK"])])
 
