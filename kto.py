@@ -585,7 +585,7 @@ def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> list[
         texts += [render(prompt + answer) for answer in answers]
 
         for answer, text in zip(answers, texts[1:]):
-            if any(name not in str(tokenizer.chat_template) for name in chain(*answer)):
+            if any(name not in str(tokenizer.chat_template) for name in chain(*answer)):  # keys of its messages
                 counts["answers with columns that the template ignores"] += 1
             if not text.startswith(texts[0]):
                 counts["answers whose prompt the template changes"] += 1
@@ -613,7 +613,7 @@ def split_prompt(columns: dict, counts: Counter) -> tuple[str | list, list]:
     may_repeat = not isinstance(prompt, str)  # messages, or no prompt: the answers may begin with it
     if prompt is None and len(answers) == 2:
         counts["without a prompt"] += 1
-        common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # characters or messages
+        common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # of characters, or messages
         prompt = answers[0][:len(common)]
         if isinstance(prompt, str):
             prompt = prompt.removesuffix(" ")  # a space belongs to the token that follows it

@@ -625,7 +625,7 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
     outputs = []
     for q, k, v in zip(query.split(sizes_q, dim=2), key.split(sizes_k, dim=2), value.split(sizes_k, dim=2)):
         n_q, reach = q.shape[2], sliding_window or k.shape[2]
-        k, v = (x[:, :, 1 - n_q - reach:] for x in (k, v))  # without keys that no query reaches
+        k, v = (x[:, :, 1 - n_q - reach:] for x in (k, v))  # the first query sees reach - 1 keys before its own
         n_before = k.shape[2] - n_q  # keys before the first query
         mask = None  # plain causal
         if n_q > 1 and (n_before > 0 or n_q > reach):
@@ -648,7 +648,7 @@ def shared_prompt_mask(*args, attention_mask=None, local_size=None, **kwargs):
     zeros, which would wait for the GPU, and windows make no (T, T) mask."""
     ones = attention_mask is not None and attention_mask.stride(-1) == 0
     if ones and local_size:
-        return attention_mask[:, None, None]  # (1, 1, 1, T): a layer that is not told its window is refused
+        return attention_mask[:, None, None]  # (1, 1, 1, T), not None: a layer that ignores its window is refused
     return sdpa_mask(*args, attention_mask=None if ones else attention_mask, local_size=local_size, **kwargs)
 
 
@@ -684,11 +684,11 @@ def enable_shared_prompts(model) -> bool:
         try:
             check_shared_prompts(core)
             result = "completions share their prompt"
-        except Exception as error:  # no such keyword, no sdpa, another mask
+        except Exception as cause:  # no such keyword, no sdpa, another mask
             if hasattr(core, "reset_iter_state"):  # FSDP's, from torch 2.13 on: the error interrupted a forward
                 core.reset_iter_state()
             core.set_attn_implementation(attention)
-            result = f"padded rows: {one_line(error)}"
+            result = f"padded rows: {one_line(cause)}"
 
     print(f"{name}: {result}")
     TESTED.add(core)

@@ -236,7 +236,7 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
     """Metrics of one sample per held-out prompt. Writes the samples to samples.jsonl."""
     if not rows:
         return {}
-    samples = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)  # step 0: always the same u
+    samples = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)  # step 0: a fixed seed
     rewards, means = compute_rewards(samples, rows, functions)
     log_samples(out, step, True, samples, rows, rewards)
 
