@@ -264,7 +264,7 @@ def train(args: Args, out: Path) -> list[dict]:
     print("The first row, | before each trained token:")
     print(tokenizer.decode(first.prompt), *map(tokenizer.decode, first.completion), sep="|")
     print_balance(train_rows, args)
-    if args.loss == "kto":
+    if args.loss != "apo_zero_unpaired":
         eval_rows = draw_others(eval_rows, train_rows, args)
         train_rows = draw_others(train_rows, train_rows, args)
 
@@ -296,7 +296,7 @@ def train(args: Args, out: Path) -> list[dict]:
     policy = load_model(args.model, device, args, trains=True)
     if args.ref == "live":
         reference = nullcontext(load_model(args.ref_model, device, args))
-    elif args.ref != "cache":  # swap; a misspelled word must not mean no reference
+    elif args.ref == "swap":
         other = load_model(args.ref_model, "cpu", args) if args.ref_model != args.model else None
         reference = Swap(policy, other)
 
@@ -339,8 +339,7 @@ def train(args: Args, out: Path) -> list[dict]:
 
         values["seconds"] = time.monotonic() - began
         values["tokens_per_second"] = count_tokens(groups(rows)) / values["seconds"]
-        if device == "cuda":
-            values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak
+        values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak, 0 on a CPU
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= write_samples(policy, tokenizer, eval_rows, score, step, out, args)
@@ -379,14 +378,14 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
 def resolve(args: Args) -> Args:
     """A copy of the flags, with those filled in that depend on others. Refuses flags that no run can have."""
     unset = {}
-    if not (args.model or args.data):
+    if not (args.model or args.data) and (HERE / "demo").exists():
         torch.set_num_threads(1)  # the demo's tiny model gains nothing from more
         unset = {flag: value for flag, value in DEMO.items() if vars(args)[flag] is None}
     args = replace(args, **unset)
 
     for flag, value in vars(args).items():
         if isinstance(value, (int, float)) and not value >= SMALLEST[flag]:  # `not >=` also catches NaN
-            raise BadInput(f"--{flag} {value}: must be at least {SMALLEST[flag]}")
+            raise BadInput(f"--{flag} {value} is below {SMALLEST[flag]}")
 
     if args.out is None:
         args.out = "out/kto"
@@ -552,8 +551,9 @@ def read_rows(source: str):
         return [line for line in text.split("\n") if line.strip()]
 
     import datasets
-    if ending in (".json", ".csv", ".parquet"):
-        return datasets.load_dataset(ending[1:], data_files=source, split="train")
+    formats = {".json": {}, ".parquet": {}, ".csv": {"keep_default_na": False}}  # NA and an empty cell are texts
+    if ending in formats:
+        return datasets.load_dataset(ending[1:], data_files=source, split="train", **formats[ending])
     name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
     split = config.pop() if config else "train"
     return datasets.load_dataset(name, *config, split=split)
@@ -627,7 +627,7 @@ def split_prompt(columns: dict, counts: Counter) -> tuple[str | list, list]:
 
 def clean(text: str | list | None):
     """A prompt or an answer. Messages lose columns that are null, and their parts of text are joined."""
-    if isinstance(text, str) and re.match(r"\s*\[?\{.(role|content).:", text):
+    if isinstance(text, str) and re.match(r"\s*\[\{.(role|content).:", text):
         raise ValueError("messages written as a string")
     if not isinstance(text, list):
         return text
@@ -651,7 +651,7 @@ def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
             raise BadInput("all rows have one prompt: use --loss apo_zero_unpaired")
         drawn.append(row._replace(other=other[:args.max_length - len(row.prompt)]))
         n_cut += drawn[-1].other != other
-    print(f"{n_cut} of {len(rows)} y' are cut")
+    print(f"{n_cut} of {len(rows)} other answers, for z, are cut to --max_length")
     return drawn
 
 

@@ -312,7 +312,7 @@ def train(args: Args, out: Path) -> list[dict]:
         values["frac_reward_zero_std"] = is_equal.float().mean().item()
 
         if step == 1 and not samples.ended.any():
-            progress.write("No sample ends: raise --max_new_tokens, or fix the chat template")
+            progress.write("No sample ends: raise --max_new_tokens or fix the template")
         if step == 1 and is_equal.all():
             progress.write("The rewards of each prompt are equal: nothing is learned")
         if args.mask_truncated:  # the metrics above count these samples, the loss does not
@@ -342,7 +342,7 @@ def train(args: Args, out: Path) -> list[dict]:
         values["sampling/sampling_logp_difference/max"] = difference.max().item()
         limit = (5e-2 if args.dtype == "bfloat16" else 1e-3) / min(1, args.temperature)  # a low one magnifies rounding
         if step == 1 and not mean_difference < limit:
-            raise BadInput(f"{args.model}: a key-value cache changes its log-probs, so samples would be wrong")
+            raise BadInput(f"{args.model}: a key-value cache changes its log-probs")
 
         if reference:
             lengths = samples.mask.sum(dim=2)  # (B, k)
@@ -353,8 +353,7 @@ def train(args: Args, out: Path) -> list[dict]:
 
         values["seconds"] = time.monotonic() - began
         values["tokens_per_second"] = count_tokens(samples.groups) / values["seconds"]
-        if device == "cuda":
-            values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak
+        values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak, 0 on a CPU
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
@@ -394,14 +393,14 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
 def resolve(args: Args) -> Args:
     """A copy of the flags, with those filled in that depend on others. Refuses flags that no run can have."""
     unset = {}
-    if not (args.model or args.data):
+    if not (args.model or args.data) and (HERE / "demo").exists():
         torch.set_num_threads(1)  # the demo's tiny model gains nothing from more
         unset = {flag: value for flag, value in DEMO.items() if vars(args)[flag] in (None, ())}
     args = replace(args, **unset)
 
     for flag, value in vars(args).items():
         if isinstance(value, (int, float)) and not value >= SMALLEST[flag]:  # `not >=` also catches NaN
-            raise BadInput(f"--{flag} {value}: must be at least {SMALLEST[flag]}")
+            raise BadInput(f"--{flag} {value} is below {SMALLEST[flag]}")
 
     if args.out is None:
         args.out = "out/rloo"
@@ -444,7 +443,7 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
     shape = (len(prompts), k, args.max_new_tokens)
     u = np.random.default_rng([args.seed, step, *b"rollout"]).random(shape)
     own_stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # from a number, a list or None
-    stops = torch.tensor([*{tokenizer.eos_token_id, *own_stops} - {None}], dtype=torch.long, device=core.device)
+    stops = to_device([*{tokenizer.eos_token_id, *own_stops} - {None}], core.device)
 
     # The processes divide the prompts. Without shared prompts each is a batch, because padding could change samples.
     lengths = [len(prompt) + args.max_new_tokens for prompt in prompts]
@@ -714,8 +713,9 @@ def read_rows(source: str):
         return [line for line in text.split("\n") if line.strip()]
 
     import datasets
-    if ending in (".json", ".csv", ".parquet"):
-        return datasets.load_dataset(ending[1:], data_files=source, split="train")
+    formats = {".json": {}, ".parquet": {}, ".csv": {"keep_default_na": False}}  # NA and an empty cell are texts
+    if ending in formats:
+        return datasets.load_dataset(ending[1:], data_files=source, split="train", **formats[ending])
     name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
     split = config.pop() if config else "train"
     return datasets.load_dataset(name, *config, split=split)
@@ -739,7 +739,7 @@ def encode(columns: dict | str, tokenizer, args: Args) -> Row:
 
 def clean(text: str | list | None):
     """A prompt or an answer. Messages lose columns that are null, and their parts of text are joined."""
-    if isinstance(text, str) and re.match(r"\s*\[?\{.(role|content).:", text):
+    if isinstance(text, str) and re.match(r"\s*\[\{.(role|content).:", text):
         raise ValueError("messages written as a string")
     if not isinstance(text, list):
         return text

@@ -340,6 +340,7 @@ def test_sft_is_a_mean_over_tokens(monkeypatch):
         return -torch.cat(logps(policy, [(row.prompt, row.completion) for row in rows])).mean()
 
     losses = watch(monkeypatch, "sft", slow_loss)
+    monkeypatch.setattr(changed("sft"), "Swap", None)
     run("sft", steps=2)
     assert len(losses) == 2
 

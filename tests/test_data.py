@@ -87,6 +87,7 @@ def test_strings_end_with_one_eos_token(load):
     assert decode(first) == ["The tea", " was warm." + END, " was bad." + END]
     assert first[:3] == second[:3]
     assert load([TEXT], script=rloo)[0].prompt == first.prompt
+    assert load([dict(TEXT, chosen='{"content": 1}')])  # JSON is text, too
 
 
 def test_prompts_may_stand_in_the_answers_too_or_only_there(load, capsys):
@@ -244,7 +245,7 @@ def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, script):
 @parametrize("bad, words", [
     (dict(TEXT, chosen=5), "int.*5"), (dict(prompt="p", chosen="a"), "KeyError.'rejected'"),
     (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "from.*value"), ('{"prompt": ', "JSONDecodeError"),
-    (dict(TEXT, chosen=json.dumps(said("a")[0])), "messages written as a string"),
+    (dict(TEXT, chosen=json.dumps(said("a"))), "messages written as a string"),
     (dict(TEXT, prompt=str(said("q"))), "messages written as a string"), (dict(TEXT, chosen=said("a")), "")],
     ids=count())
 def test_unreadable_rows_are_refused_by_number_in_a_short_sentence(load, bad, words):
@@ -281,7 +282,7 @@ def test_rows_of_a_pair_do_not_depend_on_each_other(load):
 
 # --- Files
 
-ROWS = [dict(prompt=f"The tea,\u2028{n}", chosen=' was "warm",\r\nvery.', rejected=" was bad.", id="A")
+ROWS = [dict(prompt=f"The tea,\u2028{n}", chosen=' was "warm",\r\nvery.', rejected=" was bad.", id="NA")
         for n in range(3)]
 
 

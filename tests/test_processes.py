@@ -232,7 +232,7 @@ def test_runs_resume_with_any_number_of_processes(name, processes):
         assert history == whole(name, 2)[0] and equal(weights, whole(name, 2)[1])
 
 
-def test_the_first_process_alone_calls_the_score(tmp_path):
+def test_one_process_calls_the_score(tmp_path):
     file, calls = tmp_path / "score.py", tmp_path / "calls"
     file.write_text(f"import os\n\ndef score(prompts, **_):\n    open('{calls}', 'a').write(os.environ['RANK'])\n"
                     "    return [1] * len(prompts)")

@@ -112,8 +112,7 @@ def test_rewards_are_weighted():
 
 
 def test_coroutines_share_an_event_loop():
-    """A client that a function keeps, such as that of a judge, belongs to one loop."""
-    loops = set()
+    loops = set()  # a client belongs to one
 
     async def judge(**columns):
         loops.add(asyncio.get_running_loop())
@@ -201,7 +200,7 @@ def test_reward_model_sees_no_end_that_was_cut_off(tmp_path, monkeypatch):
 
 
 def test_reward_model_waits_in_pinned_memory(tmp_path, monkeypatch):
-    """Emulated: a CPU cannot pin."""
+    """Emulated: no CPU can pin."""
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
     load_reward_model(classifier(tmp_path), "cuda", Args())

@@ -102,7 +102,7 @@ def test_help_explains_every_flag_and_shows_paragraphs(script, capsys):
 @EACH
 def test_wrong_input_is_one_sentence(script, tmp_path, capsys):
     (tmp_path / "rows.jsonl").write_text('{"a": 1}')
-    for flags, words in ((dict(lr=-1), "--lr -1.0: must be at least 0"),
+    for flags, words in ((dict(lr=-1), "--lr -1.0 is below 0"),
                          (dict(data=tmp_path / "rows.jsonl"), f"{tmp_path}/rows.jsonl, row 1: KeyError.*")):
         assert short_run(script, **flags) == 2
         *above, sentence = capsys.readouterr().err.splitlines()
