@@ -112,7 +112,7 @@ def test_rewards_are_weighted():
 
 
 def test_coroutines_share_an_event_loop():
-    loops = set()  # a client belongs to one
+    loops = set()
 
     async def judge(**columns):
         loops.add(asyncio.get_running_loop())
