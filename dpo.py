@@ -73,8 +73,8 @@ DEMO = dict(
 Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "apo_zero", "simpo", "sft"]
 NO_REFERENCE = {"simpo", "sft"}  # losses that need no reference
 TOKENS = {}  # id -> id: with one object for equal ids the data takes 8 bytes per token instead of 36
-# Flags that may differ when a run is resumed.
-MAY_CHANGE = "out ref_cache wandb tokens_per_forward gradient_checkpointing save_every eval_every".split()
+MAY_CHANGE = ("out ref_cache wandb tokens_per_forward gradient_checkpointing save_every eval_every "
+              "chat_template_kwargs").split()  # flags that may differ when a run is resumed
 SMALLEST = Counter(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, max_new_tokens=1)  # or 0
 
 
@@ -251,7 +251,7 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     with process_group():
-        args = Args(**all_gather(vars(resolve(args)))[0])  # the first process's flags, sent as a dict
+        args = replace(args, **all_gather(vars(resolve(args)))[0])  # the first process's flags, sent as a dict
         out = Path(args.out).absolute()  # a user's function may change the working directory
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():
@@ -551,9 +551,8 @@ def read_rows(source: str):
         return [line for line in text.split("\n") if line.strip()]
 
     import datasets
-    formats = {".json": {}, ".parquet": {}, ".csv": {"keep_default_na": False}}  # NA and an empty cell are texts
-    if ending in formats:
-        return datasets.load_dataset(ending[1:], data_files=source, split="train", **formats[ending])
+    if ending in (".json", ".csv", ".parquet"):
+        return datasets.load_dataset(ending[1:], data_files=source, split="train")
     name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
     split = config.pop() if config else "train"
     return datasets.load_dataset(name, *config, split=split)
@@ -599,6 +598,7 @@ def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> Row:
 def split_prompt(columns: dict, counts: Counter) -> tuple[str | list, list]:
     """The prompt and [chosen, rejected], as strings or lists of messages. The answers do not repeat the prompt."""
     prompt, *answers = map(clean, (columns.get("prompt"), columns["chosen"], columns["rejected"]))
+    answers = ["" if answer is None else answer for answer in answers]  # an empty cell of a CSV file
     if isinstance(prompt, str) and not isinstance(answers[0], str):
         prompt = [{"role": "user", "content": prompt}]
 

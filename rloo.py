@@ -76,8 +76,8 @@ DEMO = dict(
     reward=(f"{HERE}/demo/score.py:sentiment",),
     lr=2e-4,
 )
-# Flags that may differ when a run is resumed.
-MAY_CHANGE = "out ref wandb tokens_per_forward rollout_tokens gradient_checkpointing save_every eval_every".split()
+MAY_CHANGE = ("out ref wandb tokens_per_forward rollout_tokens gradient_checkpointing save_every eval_every "
+              "chat_template_kwargs").split()  # flags that may differ when a run is resumed
 SMALLEST = Counter(steps=-1, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, k=2, temperature=1e-6,
                 max_new_tokens=1, updates_per_rollout=1)  # or 0
 
@@ -252,7 +252,7 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     with process_group():
-        args = Args(**all_gather(vars(resolve(args)))[0])  # the first process's flags, sent as a dict
+        args = replace(args, **all_gather(vars(resolve(args)))[0])  # the first process's flags, sent as a dict
         out = Path(args.out).absolute()  # a user's function may change the working directory
         out.mkdir(parents=True, exist_ok=True)
         with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():
@@ -308,7 +308,8 @@ def train(args: Args, out: Path) -> list[dict]:
         rewards, means = compute_rewards(samples, rows, functions)
         log_samples(out, step, False, samples, rows, rewards)
         values = {"step": step} | metrics(samples, rewards) | means
-        is_equal = (rewards == rewards[:, :1]).all(dim=1)  # for each prompt
+        spread = rewards.nan_to_num(-math.inf).amax(dim=1) - rewards.nan_to_num(math.inf).amin(dim=1)
+        is_equal = spread == 0  # for each prompt
         values["frac_reward_zero_std"] = is_equal.float().mean().item()
 
         if step == 1 and not samples.ended.any():
@@ -713,9 +714,8 @@ def read_rows(source: str):
         return [line for line in text.split("\n") if line.strip()]
 
     import datasets
-    formats = {".json": {}, ".parquet": {}, ".csv": {"keep_default_na": False}}  # NA and an empty cell are texts
-    if ending in formats:
-        return datasets.load_dataset(ending[1:], data_files=source, split="train", **formats[ending])
+    if ending in (".json", ".csv", ".parquet"):
+        return datasets.load_dataset(ending[1:], data_files=source, split="train")
     name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
     split = config.pop() if config else "train"
     return datasets.load_dataset(name, *config, split=split)
@@ -725,7 +725,7 @@ def encode(columns: dict | str, tokenizer, args: Args) -> Row:
     """Tokenizes the prompt of a row, a dict or a line of JSON."""
     if isinstance(columns, str):
         columns = json.loads(columns)
-    prompt = clean(columns["prompt"])
+    prompt = clean(columns["prompt"] or "")  # None: an empty cell of a CSV file
     if isinstance(prompt, str):
         ids = tokenize(tokenizer, prompt)
     else:

@@ -230,8 +230,8 @@ def test_long_rows_are_dropped_and_counted(load, capsys):
 
 
 @parametrize("good, bad, script", [
-    (TEXT, dict(prompt=""), dpo), (TEXT, dict(chosen=" \n"), dpo), (TEXT, dict(rejected=""), dpo),
-    (NO_PROMPT, dict(chosen="x"), dpo), (RATED, dict(completion=" "), kto), (RATED, dict(prompt=""), rloo)])
+    (TEXT, dict(prompt=""), dpo), (TEXT, dict(chosen=" \n"), dpo), (TEXT, dict(rejected=None), dpo),
+    (NO_PROMPT, dict(chosen="x"), dpo), (RATED, dict(completion=None), kto), (RATED, dict(prompt=None), rloo)])
 def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, script):
     bad = good | bad
     assert len(load([good, bad, good, bad], script=script)) == 2
@@ -282,7 +282,7 @@ def test_rows_of_a_pair_do_not_depend_on_each_other(load):
 
 # --- Files
 
-ROWS = [dict(prompt=f"The tea,\u2028{n}", chosen=' was "warm",\r\nvery.', rejected=" was bad.", id="NA")
+ROWS = [dict(prompt=f"The tea,\u2028{n}", chosen=' was "warm",\r\nvery.', rejected=" was bad.", id="A")
         for n in range(3)]
 
 

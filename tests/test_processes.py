@@ -60,7 +60,7 @@ def no_fork_stays():
 
 
 def forks(n):
-    """They stay: what a process does when it begins, such as to plan operators of split tensors, takes long."""
+    """They stay, because the first steps of a process take long."""
     context = multiprocessing.get_context("fork")
     if n not in FORKS:
         FORKS[n] = []

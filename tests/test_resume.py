@@ -191,7 +191,7 @@ def test_half_a_line_that_a_kill_left_is_dropped(tmp_path):
 
 
 def test_files_are_on_the_disk_before_the_name_that_makes_them_count(tmp_path, monkeypatch):
-    """A power cut loses what was written last. run.json makes a checkpoint of a folder, and `model` ends the run."""
+    """A power cut loses what was written last."""
     events = []
     rename = os.replace
 
@@ -227,7 +227,8 @@ def test_flags_of_memory_files_and_evaluation_may_change(tmp_path):
 def test_every_other_flag_is_part_of_a_run(script):
     """A new flag must not be forgotten: it changes the result, or it is named here."""
     args = SCRIPTS[script].resolve(arguments(script))
-    may_change = {"out", "tokens_per_forward", "gradient_checkpointing", "save_every", "eval_every", "wandb"}
+    may_change = {*"out tokens_per_forward gradient_checkpointing save_every eval_every wandb".split()}
+    may_change |= {"chat_template_kwargs"}
     may_change |= {"ref", "rollout_tokens"} if script == "rloo" else {"ref_cache"}
     run = SCRIPTS[script].describe_run([], [], args)
     compared = {"script", "rows"} | {f"{name}'s weights" for name in vars(args) if name.endswith("model")}
