@@ -320,7 +320,7 @@ def train(args: Args, out: Path) -> list[dict]:
         rows = ordered_rows[(step - 1) * batch_size:step * batch_size]
         ref_logps = reference_logprobs(reference, groups(rows), args.tokens_per_forward)
         values = {"step": step} | run_batch(policy, rows, ref_logps, args, train=True)  # calls loss.backward()
-        if step == 1 and reference is not None and args.ref_model == args.model:
+        if step == 1 and args.ref != "none" and args.ref_model == args.model:
             check_agreement(values["logratio"], args.dtype)
 
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
@@ -386,11 +386,11 @@ def resolve(args: Args) -> Args:
             raise BadInput(f"--{flag} {value} is below {SMALLEST[flag]}")
 
     if args.out is None:
-        args.out = "out/dpo"
-        n = 1
+        args.out, n = "out/dpo", 1
         while Path(args.out, "model").exists():
             n += 1
             args.out = f"out/dpo-{n}"
+
     is_adapter = args.model and base_of(args.model) != args.model
     mistakes = {
         "give both --model and --data, or neither for the demo": not (args.model and args.data),

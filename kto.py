@@ -388,11 +388,11 @@ def resolve(args: Args) -> Args:
             raise BadInput(f"--{flag} {value} is below {SMALLEST[flag]}")
 
     if args.out is None:
-        args.out = "out/kto"
-        n = 1
+        args.out, n = "out/kto", 1
         while Path(args.out, "model").exists():
             n += 1
             args.out = f"out/kto-{n}"
+
     is_adapter = args.model and base_of(args.model) != args.model
     mistakes = {
         "give both --model and --data, or neither for the demo": not (args.model and args.data),

@@ -515,6 +515,7 @@ def pack(lengths, budget: int, rows=None) -> list[list[int]]:
     batches = []
     load = 0  # rows or tokens in the last batch
     width = 1  # tokens of each
+
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     for i in longest_first:
         if not batches or (load + sizes[i]) * width > budget:

@@ -282,8 +282,10 @@ def train(args: Args, out: Path) -> list[dict]:
     if args.beta and args.ref == "live":
         reference = nullcontext(load_model(args.ref_model, device, args))
     elif args.beta:
-        is_other = args.ref_model != args.model
-        reference = Swap(policy, load_model(args.ref_model, "cpu", args) if is_other else None)
+        other = None
+        if args.ref_model != args.model:
+            other = load_model(args.ref_model, "cpu", args)
+        reference = Swap(policy, other)
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     matrices = [weight for weight in weights if weight.dim() > 1]
@@ -404,8 +406,7 @@ def resolve(args: Args) -> Args:
             raise BadInput(f"--{flag} {value} is below {SMALLEST[flag]}")
 
     if args.out is None:
-        args.out = "out/rloo"
-        n = 1
+        args.out, n = "out/rloo", 1
         while Path(args.out, "model").exists():
             n += 1
             args.out = f"out/rloo-{n}"
@@ -641,9 +642,8 @@ def load_reward_model(name: str, device: str, args: Args):
                 *before, last = prompt
                 if last["role"] == "assistant":  # a begun answer, which the sample continues
                     prompt, completion = before, [last | {"content": last["content"] + completion[0]["content"]}]
-                ids = tokenizer.apply_chat_template(
-                    prompt + completion, continue_final_message=not has_ended, return_dict=False,
-                    **args.chat_template_kwargs)
+                ids = tokenizer.apply_chat_template(prompt + completion, continue_final_message=not has_ended,
+                                                    return_dict=False, **args.chat_template_kwargs)
             rows.append(torch.tensor(ids))
         if max(map(len, rows)) > context_length(model.config):
             raise BadInput("a sample is too long for the reward model")
