@@ -19,7 +19,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that fork come first: threads may hang a fork, and a GPU is simulated only before any backward."""
+    """Tests that fork come first: threads may hang a fork."""
     first = ["test_processes.py"]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
@@ -36,7 +36,7 @@ def pytest_collection():
 
 
 def remembered(function, folder_at, copy):
-    """The function, called once for each content of the folder that is its argument number `folder_at`."""
+    """The function, called once per content of the folder that is argument `folder_at`."""
     results = {}
 
     def call(*inputs, **options):

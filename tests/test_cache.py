@@ -5,13 +5,14 @@ import os
 import pickle
 import random
 import weakref
+from fnmatch import fnmatch
 from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from models import GROUPS, P, Q, bad_input, equal, flat, make, parametrize, ready, slow
-from runs import adapt, needs_peft
+from runs import adapt, needs_peft, tiny
 
 import refcache
 from refcache import ReferenceCache, checkpoint_digest
@@ -241,8 +242,16 @@ def test_digest_of_an_adapter(tmp_path):
     assert len(digests) == 4
 
 
+def test_subfolders_of_the_hub_stay_there(monkeypatch):
+    asked = []
+    monkeypatch.setattr(refcache, "snapshot_download", lambda _, allow_patterns: asked.extend(allow_patterns) or tiny())
+    checkpoint_digest("some/model")
+    for name in "config.json model-1.safetensors adapter_model.safetensors old/model.safetensors".split():
+        assert any(fnmatch(name, pattern) for pattern in asked) == ("/" not in name)
+
+
 def test_checkpoint_without_weights_has_no_digest(tmp_path):
-    """Else all checkpoints of an architecture, or all pointers of git-lfs, would use each other's caches."""
+    """Else all checkpoints of an architecture would share caches."""
     make("llama").config.save_pretrained(tmp_path)
     with bad_input(f"{tmp_path} holds no model.*safetensors"):
         checkpoint_digest(tmp_path)

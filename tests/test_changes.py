@@ -79,7 +79,7 @@ def run_patch(script, name, out):
 @parametrize("name", slow_but(MACHINERY, PATCHES))
 @needs_patch
 def test_patch_applies_to_each_of_its_scripts_and_others_stack_on_it(name, tmp_path):
-    """In the other order two patches give the same text: no part went to a wrong place."""
+    """The order of two patches changes nothing."""
     subprocess.run(["git", "apply", "-p0", "--check", f"changes/{name}.patch"], cwd=ROOT, check=True)
     one = tmp_path / "one.py"
     for script in SCRIPTS_OF[name]:
@@ -238,7 +238,7 @@ def test_ema_saves_the_average():
 
 @SLOW
 def test_reference_moves_in_any_number_of_processes(tmp_path):
-    """Two until step 2, one until step 3, and two until the end give the run of one."""
+    """Two, then one, then two give the run of one."""
     whole, args = run("tr_dpo", steps=4, batch_size=5, save_every=1, **MOVING)
     text = text_of("dpo", ["tr_dpo"]).replace("progress.set_postfix(", "step == STOP and sys.exit()\n        dict(")
     text = re.sub(r"tyro\.cli\(.*\)\)", f"Args(**{vars(args) | dict(out=str(tmp_path))}))", text)
@@ -290,7 +290,7 @@ def test_loss_of_pairs(monkeypatch, name, formula, flags):
 
 
 def test_iterative_dpo_pairs_the_best_and_the_worst_of_four_answers_of_its_reference(monkeypatch):
-    """An answer ends with the stop token that was sampled. One of four has no score."""
+    """One of four answers has no score."""
     module, reference, drawn = changed("iterative_dpo"), load(model_with_many_ends()), []
     generate, stops = module.generate, reference.generation_config.eos_token_id
 

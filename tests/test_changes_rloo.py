@@ -23,7 +23,7 @@ SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.0, 0.0, 0
 
 
 def watch_samples(monkeypatch, name, formula):
-    """watch() of the samples of a run, which get SCORES. Returns the samples, too: {prompt: [sample, ..]}."""
+    """watch() of the samples of a run, which get SCORES. Returns them: {prompt: [sample, ..]}."""
     module, reference, known = changed(name), load(model_with_many_ends()), {}
     rollout = module.rollout
 

@@ -170,7 +170,7 @@ SHAPES = [  # template, what it makes of an answer, and of spaces around it, whe
 
 @parametrize("template, trained, spaced, differs", SHAPES)
 def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, template, trained, spaced, differs):
-    """An answer that changes the rendered prompt is counted. What differs belongs to the answers, as in TRL."""
+    """What differs belongs to the answers, as in TRL."""
     tokenizer = byte_level(["<s>"], chat_template=template)
     prompt = BRIEF + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
     pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt, s also in </s>
@@ -206,7 +206,7 @@ def test_text_gets_one_bos_and_one_eos(load, beginning, tokenizer):
 
 
 def test_rows_are_divided_by_whole_prompts(load, tmp_path):
-    """Not by their tokens: the last one of a prompt may merge with one answer, and not with another."""
+    """A prompt's last token may merge with one answer alone."""
     rows = [dict(prompt=f"The tea {i} wa", chosen=f"{end} warm {i}.", rejected=f"{end} bad {i}.")
             for i in range(40) for end in ("s", ",")]
     loaded = load(rows, script=kto)

@@ -25,7 +25,7 @@ FIRST = dict(eval_every=2, samples=2, max_new_tokens=4, save_every=50)
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """Of every call of dpo.load_model: whether it loads the policy, and the number of models in memory after it."""
+    """Of each dpo.load_model: whether it loads the policy, and how many models are in memory then."""
     calls = []
     alive = weakref.WeakSet()
 
@@ -247,7 +247,7 @@ def test_answers_hold_no_stop_token(uniform):
 
 
 def sampled(tmp_path, score):
-    """The means and the lines of samples.jsonl, for two held-out prompts and a score function of this body."""
+    """Means and lines of samples.jsonl, for two held-out prompts and a score of this body."""
     (tmp_path / "score.py").write_text(f"def rate(prompts, completions, **columns):\n    {score}\n")
     args = Args(dtype="float32", samples=2, score=f"{tmp_path}/score.py:rate", max_new_tokens=4)
     rows = load_rows(data("dpo")[1], TOKENIZER, args)

@@ -39,7 +39,7 @@ def set_chunks(monkeypatch, tokens):
 
 
 def use_attention(monkeypatch, function):
-    """Puts function(shared_prompt_attention, *args, **kwargs) in the place of shared_prompt_attention."""
+    """Puts function(shared_prompt_attention, *args, **kwargs) in its place."""
     attention = partial(function, ALL_ATTENTION_FUNCTIONS[SHARED])
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, attention)
 

@@ -72,7 +72,7 @@ def forks(n):
 
 
 def in_processes(n, function, *args):
-    """function(*args) in n forked processes: what the first one returned. Raises what any of them raised."""
+    """function(*args) in n forked processes: what the first one returned. Raises any error."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

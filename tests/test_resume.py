@@ -62,12 +62,12 @@ def results(out):
 
 
 def other_files(out):
-    """What lies in a folder beside the checkpoints: a kill after the last one may leave the one before it."""
+    """What lies beside the checkpoints: a kill may leave the one before the last."""
     return {path.name for path in out.iterdir() if not path.name.startswith("resume-")}
 
 
 def assert_same_as_whole(name, out):
-    """Gives the same command again: its results are those of an uninterrupted run, and nothing else lies around."""
+    """Gives the same command again: all files are those of an uninterrupted run."""
     start(name, out)
     expected, ours = results(whole(name)), results(out)
     assert [values["step"] for values in ours["metrics"]] == list(range(STEPS + 1))
@@ -225,7 +225,7 @@ def test_flags_of_memory_files_and_evaluation_may_change(tmp_path):
 
 @EACH
 def test_every_other_flag_is_part_of_a_run(script):
-    """A new flag must not be forgotten: it changes the result, or it is named here."""
+    """A new flag changes the result, or it is named here."""
     args = SCRIPTS[script].resolve(arguments(script))
     may_change = {*"out tokens_per_forward gradient_checkpointing save_every eval_every wandb".split()}
     may_change |= {"chat_template_kwargs"}

