@@ -106,7 +106,8 @@ def watched(seen, after=None):
     return lambda: model
 
 
-def test_interrupted_pass_continues_where_another_job_has_scored_some(path):
+def test_interrupted_pass_continues_where_another_job_has_scored_some(path, monkeypatch):
+    monkeypatch.setattr(refcache, "SAVE_EVERY", 1)
     groups = [(p, [(i, j, p[0]) for j in range(6)]) for i, p in enumerate([P, Q, (4, 4), (8,) * 5])]
     truth, first, rest = [], [], []
     whole = ReferenceCache(**HEADER)
@@ -122,23 +123,33 @@ def test_interrupted_pass_continues_where_another_job_has_scored_some(path):
     assert equal(continued, whole) and equal(loaded(path), whole)
 
 
-@parametrize("seconds, scored", [(1, [1, 2, 3, 4, 5]), (15, [1, 4])])
-def test_a_pass_saves_every_minute_and_at_most_a_tenth_of_its_time(path, monkeypatch, seconds, scored):
-    """For a kill that leaves no time to save. A forward takes 61 s here, and a save `seconds`."""
-    clock = SimpleNamespace(now=0, monotonic=lambda: clock.now)
-    saved = []
+def test_a_pass_saves_as_it_goes_longest_first(path, monkeypatch):
+    saved, lengths = [], []
+    monkeypatch.setattr(refcache, "SAVE_EVERY", 2)
+    monkeypatch.setattr(ReferenceCache, "save", lambda cache, path: saved.append(len(cache)))
+    groups = [((i,) * (i + 1), [(5,)]) for i in range(5)]
+    ReferenceCache(**HEADER).fill(watched(lengths), groups, 6, path)
+    assert saved == [0, 2, 4, 5]  # also before the first forward
+    assert [len(ids[0]) for ids in lengths] == [6, 5, 4, 3, 2]
 
-    def after(seconds, function):
-        def slow(*inputs):
-            clock.now += seconds
-            return function(*inputs)
-        return slow
 
-    monkeypatch.setattr(refcache, "time", clock)
-    monkeypatch.setattr(refcache, "entries_of", after(61, refcache.entries_of))
-    monkeypatch.setattr(ReferenceCache, "save", after(seconds, lambda cache, path: saved.append(len(cache))))
-    ReferenceCache().fill(load_model, [(P, [(i,) for i in range(5)])], len(P) + 1, path)
-    assert saved == [0, *scored, 5]  # also before the first forward, and at the end
+def test_a_cache_without_a_header_takes_no_file(path, whole):
+    whole.save(path)
+    with bad_input("may be of any model"):
+        ReferenceCache().load(path)
+    with bad_input("may be of any model"):
+        ReferenceCache().fill(load_model, GROUPS, path=path)
+
+
+def test_a_missing_key_says_which_prompt_to_fill():
+    with pytest.raises(KeyError, match=r"call fill first.*\[7\] after \[5, 6\]"):
+        ReferenceCache()[(5, 6), (7,)]
+
+
+def test_lists_are_filled_as_tuples(whole):
+    cache = ReferenceCache()
+    cache.fill(load_model, [(list(prompt), [list(y) for y in completions]) for prompt, completions in GROUPS], 30)
+    assert equal(cache, whole)
 
 
 def test_two_jobs_share_a_file(path, whole):
