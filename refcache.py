@@ -123,7 +123,7 @@ class ReferenceCache(Mapping):
         for prompt, completions in groups:
             budget = tokens_per_forward - len(prompt) if is_shared else 0
             for indices in pack(list(map(len, completions)), budget):
-                parts.append((prompt, [completions[i] for i in indices]))
+                parts.append((prompt, [completions[i] for i in sorted(indices)]))  # as the policy has them
 
         # The longest come first, so that a pass that needs too much memory fails at once.
         parts.sort(key=lambda part: -count_tokens([part]))
@@ -447,18 +447,18 @@ def pack(lengths, budget: int, is_padded=False) -> list[list[int]]:
     """Indices of items in batches of at most `budget` tokens, longest first. A longer item goes alone. With
     `is_padded` each item takes as many tokens as the longest of its batch."""
     batches = []
-    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    for i in longest_first:
+    n_tokens = 0  # in the last batch
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         size = lengths[i]
         if batches and is_padded:
-            size = lengths[batches[-1][0]]  # of the longest in the last batch
+            size = lengths[batches[-1][0]]  # the longest of the last batch
 
-        if not batches or total + size > budget:
+        if not batches or n_tokens + size > budget:
             batches.append([])
-            total = 0
+            n_tokens = 0
             size = lengths[i]
         batches[-1].append(i)
-        total += size  # tokens in the last batch
+        n_tokens += size
     return batches
 
 
