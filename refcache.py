@@ -11,6 +11,7 @@ Shapes: T tokens in a forward, T_k keys of all spans, N completion tokens, D hea
 """
 import gc
 import hashlib
+import inspect
 import io
 import json
 import math
@@ -619,7 +620,7 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
         window = (sliding_window - 1 if sliding_window else -1, 0)  # how far a query sees back, and ahead
         output = varlen_attn(
             query, key, value, cu_seq_q, cu_seq_k, max(sizes_q), max(sizes_k),
-            window_size=window, scale=kwargs.get("scaling"), enable_gqa=True)
+            window_size=window, scale=kwargs.get("scaling"), **GROUPED)
         return output[None], None
 
     # On a CPU, and in float32, one ordinary attention for each span is as fast.
@@ -633,6 +634,10 @@ def shared_prompt_attention(module, query, key, value, attention_mask, spans=Non
             mask = q.new_ones(1, 1, n_q, n_before + n_q, dtype=torch.bool).tril(n_before).triu(n_before - reach + 1)
         outputs.append(sdpa(module, q, k, v, mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
+
+
+# From torch 2.12 on, keys that heads share must be announced. The kernel of 2.11 takes them as they are.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def one_kernel_serves(query, value):
