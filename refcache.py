@@ -128,7 +128,7 @@ class ReferenceCache(Mapping):
         parts = []
         for prompt, completions in groups:
             for indices in pack(list(map(len, completions)), budget - len(prompt)):
-                parts.append((prompt, [completions[i] for i in indices]))
+                parts.append((prompt, [completions[i] for i in sorted(indices)]))
 
         n_tokens = count_tokens(parts) // process_count()  # each process has about as many
         progress = progress_bar(desc="reference", total=n_tokens, unit="tok", unit_scale=True, delay=1)
