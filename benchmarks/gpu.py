@@ -1,22 +1,22 @@
 """On a GPU: whether the numbers are right, then speed and memory, then TRL's trainers beside the scripts.
 
-    python benchmarks/gpu.py numbers                                # first, on every new card or version of torch
-    python benchmarks/gpu.py numbers speed --results out/h100.jsonl
-    python benchmarks/gpu.py trl                                    # pip install trl==1.16.0 peft datasets
-    python benchmarks/gpu.py numbers speed trl --tiny               # do they run? Also without a GPU
+    python benchmarks/gpu.py numbers                          # first, on every new card or version of torch
+    python benchmarks/gpu.py numbers speed --results h100.jsonl
+    python benchmarks/gpu.py trl                              # pip install trl==1.16.0 peft datasets
+    python benchmarks/gpu.py numbers speed trl --tiny         # do they run? Also without a GPU
 
-Every check prints a line as soon as it is known, and appends it to --results. A check that fails does not stop the
-others, but the exit code is 1. A part takes at most four minutes on an H100: see --limit. The models are random.
+Each check prints a line as soon as it is known, and appends it to --results. A check that fails does not stop the
+others, but the exit code is 1. A part takes at most --limit seconds. The models are random.
 
-numbers   the tests marked gpu; the attention kernel of half precision, a loop of ordinary attention and one forward per
-          sequence; log-probs of the sampler and of a forward; the loss of the first step, which is ln 2 if policy and
-          reference agree; torchrun with one process; a run that is interrupted and resumed; a saved model, loaded again
-speed     the reference pass; steps of dpo.py, and what they need with other flags; where the time of a step goes; steps
-          of rloo.py with one prompt of 3,100 tokens
-trl       the reference pass, a DPO step and an RLOO step of 3,100 tokens, here and in TRL
+numbers   the tests marked gpu; log-probs and gradients of the attention kernel, against one forward per sequence in
+          float32; log-probs of the sampler, against a forward; the loss of the first step, which is ln 2 if policy and
+          reference agree; a resumed run, a saved model, and torchrun with one process
+speed     the reference pass, steps of dpo.py with several flags, and where the time of a step goes; steps of rloo.py
+          with one prompt of 3,100 tokens
+trl       a reference pass, a DPO step, and RLOO steps of 3,100 tokens: here and in TRL, by against_trl.py
 
-Memory is what was allocated at the peak of a run from the first model that is loaded to the last step, in GB of 1e9
-bytes; "reserved" is what the process took from the card. FLOPs are those of linear layers, without attention.
+peak_gb is the most memory that was allocated in a run, loading included; reserved_gb is what was taken from the card.
+FLOPs are those of linear layers.
 """
 import atexit
 import gc
@@ -24,17 +24,16 @@ import json
 import math
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Literal
 from unittest.mock import patch
@@ -44,7 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
-from against_trl import DEVICE, ROOT, SHAPES, dpo, make_model, quiet, rloo, text_of, write_lines, write_pairs
+from against_trl import DEVICE, ROOT, SHAPES, clock, dpo, make_model, quiet, rloo, text_of, write_lines, write_pairs
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -58,8 +57,8 @@ from refcache import ReferenceCache, completion_logprobs, count_tokens
 @dataclass
 class Args:
     parts: tyro.conf.Positional[tuple[Literal["numbers", "speed", "trl"], ...]]  # what to run, in this order
-    results: str | None = None  # .jsonl file that gets every line
-    shapes: tuple[str, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")  # of speed and trl; see against_trl.py
+    results: str | None = None  # .jsonl file to which every line is appended
+    shapes: tuple[str, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")  # of speed and trl: see against_trl.py
     limit: int = 225  # seconds of a part; checks that would begin later are left out
     tiny: bool = False  # does it run?
 
@@ -75,7 +74,6 @@ POLICIES = {  # how a model is loaded that samples: whether it trains, and flags
     "FSDP2, bfloat16": (True, dict(dtype="bfloat16")),
     "LoRA, bfloat16": (True, dict(dtype="bfloat16", lora_r=16)),
 }
-KEPT = {"long prompts": (200, 48), "short prompts": (24, 64)}  # tokens of the longest prompt, and of its samples
 RUNS = {  # flags of dpo.py
     "cache": dict(ref="cache"),
     "swap": dict(ref="swap"),
@@ -84,56 +82,59 @@ RUNS = {  # flags of dpo.py
     "cache, LoRA": dict(ref="cache", lora_r=16),
     "cache, LoRA, checkpointing": dict(ref="cache", lora_r=16, gradient_checkpointing=True),
 }
+COMMON = dict(eval_size=0, schedule="constant", warmup=0.0, dtype="bfloat16")  # flags of both scripts
 SHAPES["numbers"] = ("qwen2", 896, 4864, 4, 14, 2, 64, 65_536, True)
 
 
 # ---- Lines -----------------------------------------------------------
 
 class Lines:
-    """Prints lines, and appends them to a file."""
+    """Prints lines, and appends them to a file. `ok` is None if nothing was checked."""
 
     def __init__(self, path: str | None):
         self.path = path
-        self.n_bad = 0
+        self.n_wrong = 0
 
-    def write(self, **line):
-        """`ok` is False if a check failed, and None if nothing was checked."""
-        if line.get("ok") is False:
-            self.n_bad += 1
+    def write(self, part: str, what: str, ok: bool | None, **found):
+        self.n_wrong += ok is False
         if self.path:
             with open(self.path, "a") as file:
-                file.write(json.dumps(line) + "\n")
-        mark = {True: "ok    ", False: "WRONG "}.get(line.pop("ok", None), "      ")
-        words = [f"{name} {number(value)}" for name, value in line.items() if name not in ("part", "what")]
-        print(f"{mark}{line['part']} | {line['what']} | {', '.join(words)}", flush=True)
+                file.write(json.dumps(dict(part=part, what=what, ok=ok) | found) + "\n")
+
+        mark = {True: "ok", False: "WRONG", None: ""}[ok]
+        words = [f"{name} {as_text(value)}" for name, value in found.items()]
+        print(f"{mark:6}{what} | {', '.join(words)}", flush=True)
 
 
-def number(value) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
+def as_text(value) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
+    return str(value)
 
 
-def run_part(part: str, checks: list, lines: Lines, args: Args):
-    """Runs checks, (what, function) each. A function returns `ok` and a dict of what it found."""
+def run_part(part: str, checks: list, lines: Lines, limit: int):
+    """Runs checks: what they are called, and a function that returns `ok` and a dict of what it found."""
     began = time.monotonic()
     for what, check in checks:
-        left = int(args.limit - (time.monotonic() - began))
+        start = time.monotonic()
+        left = int(limit - (start - began))
         if left < 1:
-            lines.write(part=part, what=what, ok=False, error="no time was left")
+            lines.write(part, what, False, error="no time was left")
             continue
 
-        start = time.monotonic()
         clean_up()
-        signal.alarm(left)  # raises TimeoutError here
+        signal.alarm(left)  # raises TimeoutError
         try:
             ok, found = check()
         except (Exception, SystemExit) as error:  # such as out of memory: the other lines are still wanted
-            ok, found = False, {"error": f"{type(error).__name__}: {str(error)[-1000:]}"}
-        finally:
-            signal.alarm(0)
-        lines.write(part=part, what=what, ok=ok, **found, took=round(time.monotonic() - start, 1))
-    lines.write(part=part, what="all", seconds=round(time.monotonic() - began, 1))
+            ok, found = False, dict(error=f"{type(error).__name__}: {str(error)[-1000:]}")
+        signal.alarm(0)
+        lines.write(part, what, ok, **found, took=round(time.monotonic() - start, 1))
+    lines.write(part, part, None, took=round(time.monotonic() - began, 1))
+
+
+def stop(*_):
+    raise TimeoutError("the time of this part is over")
 
 
 def clean_up():
@@ -146,56 +147,50 @@ def clean_up():
         torch.cuda.reset_peak_memory_stats()
 
 
-def on_alarm(*_):
-    raise TimeoutError("the part's time is over")
-
-
 def random_ids(n: int, vocab: int, rng) -> tuple[int, ...]:
     return tuple(rng.integers(2, vocab, n).tolist())
 
 
-def random_pairs(n: int, lengths: tuple[int, int], vocab: int) -> list:
-    """n triples (prompt, chosen, rejected) of ids: about as long as `lengths`, prompt and answer."""
+def random_pairs(n: int, mean_lengths, vocab: int) -> list:
+    """n lists [prompt, chosen, rejected] of token ids."""
     rng = np.random.default_rng(0)
-    pairs = []
-    for _ in range(n):
-        spread = rng.uniform(0.5, 1.5, 3)
-        sizes = [int(length * factor) for length, factor in zip((lengths[0], lengths[1], lengths[1]), spread)]
-        pairs.append([random_ids(size, vocab, rng) for size in sizes])
-    return pairs
+    lengths = rng.uniform(0.5, 1.5, (n, 3)) * mean_lengths
+    return [[random_ids(int(length), vocab, rng) for length in row] for row in lengths]
 
 
 # ---- numbers ---------------------------------------------------------
 
 class Numbers:
-    """The checks of the numbers, and the files that they share."""
+    """The checks of the first part, and what they share."""
 
     def __init__(self, folder: Path, args: Args):
         self.folder, self.tiny = folder, args.tiny
         self.shape = "tiny" if args.tiny else "numbers"
         self.vocab = SHAPES[self.shape][7]
-        self.lengths = (12, 6) if args.tiny else (160, 80)  # tokens of a prompt and an answer
-        self.gpu_tests = start_process("-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py")  # beside all else
+        self.lengths = (12, 6, 6) if args.tiny else (160, 80, 80)  # of prompts and answers
+        self.run = cache(self.run)  # each run is made once
+        self.tests = start_process("-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py")  # beside the others
 
     def checks(self) -> list:
         checks = []
         for case in CASES:
             checks += [(f"kernel, {case}, k={k}", partial(self.kernel, case, k)) for k in (1, 2, 8)]
-        checks.append(("a model and data are written", self.write_files))
+        checks.append(("files are written", self.write_files))
         for name in POLICIES:
-            checks += [(f"sampler, {name}, {kept}", partial(self.sampler, name, kept)) for kept in KEPT]
+            for longest, new_tokens in ((200, 48), (24, 64)):  # prompts longer and shorter than their samples
+                checks.append((f"sampler, {name}, {longest}+{new_tokens} tokens",
+                               partial(self.sampler, name, longest, new_tokens)))
         checks += [(f"step 1, {name}", partial(self.first_step, name)) for name in RUNS]
-        checks += [
-            ("the same run again", partial(self.same, "cache", "again")),
-            ("an interrupted and resumed run", partial(self.same, "cache", "resumed")),
-            ("saved model, loaded again", self.saved_model),
-            ("one process of torchrun", self.torchrun),
+        return checks + [
+            ("the same run again", partial(self.compare, "again")),
+            ("an interrupted and resumed run", partial(self.compare, "resumed")),
+            ("a saved model, loaded again", self.saved_model),
+            ("torchrun with one process", self.torchrun),
             ("pytest -m gpu", self.pytest),
         ]
-        return [(what, check) for what, check in checks if "LoRA" not in what or find_spec("peft")]
 
     def kernel(self, case: str, k: int):
-        """bfloat16 through the kernel and through the loop, against one forward per sequence in float32."""
+        """The kernel of half precision, and a loop of ordinary attention, against one forward per sequence."""
         model_type, heads, key_heads, more = CASES[case]
         size, vocab = (8, 512) if self.tiny else (64, 65_536)
         config = AutoConfig.for_model(
@@ -209,10 +204,10 @@ class Numbers:
 
         groups = []
         rng = np.random.default_rng(k)
-        prompt, answer = self.lengths
+        prompt, answer, _ = self.lengths
         for n in (2 * prompt, prompt, 1):
-            completions = [random_ids(rng.integers(1, 2 * answer), vocab, rng) for _ in range(k)]
-            groups.append((random_ids(n, vocab, rng), completions))
+            answers = [random_ids(rng.integers(1, 2 * answer), vocab, rng) for _ in range(k)]
+            groups.append((random_ids(n, vocab, rng), answers))
 
         with quiet():
             truth = values_and_gradients(slow, exact, groups)
@@ -225,8 +220,8 @@ class Numbers:
         ok = max(flat_row) < 1e-4 and (attention.called or DEVICE == "cpu")
         ok = ok and all(mine < 1.5 * theirs + 1e-4 for mine, theirs in zip(kernel, loop))
         return ok, dict(
-            float32_nats=flat_row[0], float32_gradient=flat_row[1], kernel_nats=kernel[0], loop_nats=loop[0],
-            kernel_gradient=kernel[1], loop_gradient=loop[1], kernel_calls=attention.call_count)
+            float32_nats=flat_row[0], kernel_nats=kernel[0], loop_nats=loop[0],
+            float32_gradient=flat_row[1], kernel_gradient=kernel[1], loop_gradient=loop[1])
 
     def write_files(self):
         """Weights so large that every token matters; one token of 40 ends a sample; two epochs of two steps."""
@@ -236,123 +231,113 @@ class Numbers:
         return None, {}
 
     @torch.no_grad()
-    def sampler(self, name: str, kept: str):
+    def sampler(self, name: str, longest: int, new_tokens: int):
         """Log-probs that the sampler found, against those of a forward of the same samples."""
         trains, flags = POLICIES[name]
-        longest, new_tokens = (n // 4 if self.tiny else n for n in KEPT[kept])
-        args = rloo.Args(model=f"{self.folder}/model", max_new_tokens=new_tokens, **flags)
+        scale = 4 if self.tiny else 1
+        args = rloo.Args(model=f"{self.folder}/model", max_new_tokens=new_tokens // scale, **flags)
         rng = np.random.default_rng(0)
-        prompts = [random_ids(longest - longest * n // 8, self.vocab, rng) for n in range(6)]
+        prompts = [random_ids(longest * (8 - n) // (8 * scale), self.vocab, rng) for n in range(6)]
 
         with quiet():
             policy = rloo.load_model(args.model, DEVICE, args, trains)
-            tokenizer = rloo.load_tokenizer(args.model)
             for weight_name, weight in policy.named_parameters():
                 if "lora_B" in weight_name:
                     weight.add_(0.01)  # a new adapter has zeros, which change nothing
-            samples = rloo.rollout(policy, tokenizer, prompts, 4, 1, args)
+            samples = rloo.rollout(policy, rloo.load_tokenizer(args.model), prompts, 4, 1, args)
             logps = flat(completion_logprobs(policy, samples.groups)).cpu()
 
         difference = (samples.logps[samples.mask] - logps).abs()
-        bound = 1e-3 if args.dtype == "float32" else 5e-2
-        found = dict(mean_nats=difference.mean().item(), bound=bound, max_nats=difference.max().item())
-        ended = samples.ended.float().mean().item()
-        return found["mean_nats"] < bound, found | dict(tokens=len(logps), samples_that_end=ended)
+        found = dict(mean_nats=difference.mean().item(), bound=1e-3 if args.dtype == "float32" else 5e-2,
+                     max_nats=difference.max().item(), tokens=len(logps), ended=samples.ended.float().mean().item())
+        return found["mean_nats"] < found["bound"], found
 
-    @cache
-    def run(self, name: str, way: str = "whole"):
-        """A run of dpo.py of 4 steps. `resumed`: its third step raises, and the same command is given again."""
-        out = self.folder / f"{name}, {way}"
-        args = dpo.Args(**self.flags(out), save_every=2, **RUNS[name])
-        found = SimpleNamespace(out=out, logps=None)
+    def flags(self, way: str) -> dict:
+        return COMMON | dict(
+            model=f"{self.folder}/model", data=f"{self.folder}/pairs.jsonl", out=f"{self.folder}/{way}", samples=0,
+            steps=4, batch_size=8, lr=1e-3, save_every=2)
+
+    def run(self, name: str, way: str = "first"):
+        """dpo.py, 4 steps. `resumed`: the third step raises, and the same command is given again."""
+        args = dpo.Args(**self.flags(f"{name}, {way}"), **RUNS[name])
+        found = SimpleNamespace(out=Path(args.out))
         save_model, append = dpo.save_model, dpo.append
 
         def save_and_measure(policy, *rest):
-            with torch.no_grad():
-                found.logps = flat(completion_logprobs(policy, dpo.groups(self.rows(args)))).cpu()
+            found.logps = self.logprobs(policy)
             save_model(policy, *rest)
 
-        def raise_in_third_step(path, rows):
-            if path.name == "metrics.jsonl" and rows[0]["step"] == 3:
+        def append_until_step_3(path, rows):
+            if way == "resumed" and path.name == "metrics.jsonl" and rows[0]["step"] == 3:
                 raise InterruptedError
             append(path, rows)
 
         with quiet(), patch.object(dpo, "save_model", save_and_measure):
-            if way == "resumed":
-                try:
-                    with patch.object(dpo, "append", raise_in_third_step):
-                        dpo.main(args)
-                except InterruptedError:
-                    clean_up()
-            found.history = dpo.main(args)
+            try:
+                with patch.object(dpo, "append", append_until_step_3):
+                    found.history = dpo.main(args)
+            except InterruptedError:
+                clean_up()
+                found.history = dpo.main(args)
         return found
 
-    def flags(self, out: Path) -> dict:
-        return dict(
-            model=f"{self.folder}/model", data=f"{self.folder}/pairs.jsonl", out=str(out), eval_size=0, samples=0,
-            steps=4, batch_size=8, lr=1e-3, schedule="constant", warmup=0.0, dtype="bfloat16")
-
-    def rows(self, args):
-        return dpo.load_rows(args.data, dpo.load_tokenizer(args.model), args)[:8]
+    @torch.no_grad()
+    def logprobs(self, model):
+        pairs = random_pairs(8, self.lengths, self.vocab)
+        return flat(completion_logprobs(model, [(prompt, answers) for prompt, *answers in pairs])).cpu()
 
     def first_step(self, name: str):
-        """ln 2 if policy and reference agree. In the second epoch it is lower. With a cache it is the same."""
-        history = self.run(name).history
-        cached = self.run("cache, LoRA" if "LoRA" in name else "cache").history
-        first, last = history[1]["loss"], history[4]["loss"]
-        gap = max(abs(one["loss"] - two["loss"]) for one, two in zip(history[1:], cached[1:]))
-        ok = abs(first - math.log(2)) < 5e-3 and last < math.log(2) - 1e-3 and gap < 1e-2
-        return ok, dict(
-            loss=first, from_ln_2=first - math.log(2), nats_per_token=history[1]["logratio"], loss_of_step_4=last,
-            from_cached_run=gap)
+        """The loss is ln 2 if policy and reference agree. In the second epoch it is lower."""
+        if "LoRA" in name and not find_spec("peft"):
+            return None, dict(error="peft is not installed")
+        losses, cached = ([line["loss"] for line in self.run(run).history[1:]]
+                          for run in (name, "cache, LoRA" if "LoRA" in name else "cache"))
+        gap = max(abs(one - two) for one, two in zip(losses, cached))
+        ok = abs(losses[0] - math.log(2)) < 5e-3 and losses[3] < math.log(2) - 1e-3 and gap < 1e-2
+        return ok, dict(from_ln_2=losses[0] - math.log(2), nats_per_token=self.run(name).history[1]["logratio"],
+                        loss_of_step_4=losses[3], from_cached_run=gap)
 
-    def same(self, name: str, way: str):
+    def compare(self, way: str):
         """On CUDA the order of some sums is not fixed, so two equal runs may differ."""
-        one, two = self.run(name), self.run(name, way)
+        one, two = self.run("cache"), self.run("cache", way)
         found = differences(one.history, two.history)
-        weights = [load_file(run.out / "model/model.safetensors") for run in (one, two)]
-        gaps = [(weights[0][key].float() - weights[1][key].float()).abs().max().item() for key in weights[0]]
-        return found["loss"] < 1e-2, found | dict(weights=max(gaps), bitwise=max([*found.values(), *gaps]) == 0)
+        weights, others = (load_file(run.out / "model/model.safetensors") for run in (one, two))
+        found["weights"] = max((weights[name] - others[name]).abs().max().item() for name in weights)
+        return found["loss"] < 1e-2, found | dict(bitwise=max(found.values()) == 0)
 
-    @torch.no_grad()
     def saved_model(self):
         run = self.run("cache")
-        args = dpo.Args(**self.flags(run.out))
         with quiet():
-            model = dpo.load_model(f"{run.out}/model", DEVICE, args)
-            logps = flat(completion_logprobs(model, dpo.groups(self.rows(args)))).cpu()
-        difference = (logps - run.logps).abs().max().item()
-        return difference == 0, dict(max_nats=difference, bitwise=difference == 0)
+            model = dpo.load_model(f"{run.out}/model", DEVICE, dpo.Args(dtype="bfloat16"))
+            difference = (self.logprobs(model) - run.logps).abs().max().item()
+        return difference == 0, dict(max_nats=difference)
 
     def torchrun(self):
         """FSDP2 and, on a GPU, NCCL."""
-        out = self.folder / "torchrun"
-        flags = [f"--{name}={value}" for name, value in self.flags(out).items()]
-        process = start_process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "dpo.py",
-                                *flags, "--save_every=0")
+        flags = [f"--{name}={value}" for name, value in self.flags("torchrun").items()]
+        process = start_process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "dpo.py", *flags)
         output = process.communicate(timeout=120)[0]
         if process.returncode:
             raise RuntimeError(output)
-        history = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+        history = [json.loads(line) for line in (self.folder / "torchrun/metrics.jsonl").open()]
         found = differences(self.run("cache").history, history)
         return found["loss"] < 1e-2, found
 
     def pytest(self):
-        output = self.gpu_tests.communicate(timeout=120)[0]
-        last_line = output.strip().splitlines()[-1]
-        return self.gpu_tests.returncode == 0, dict(result=last_line if "FAILED" not in output else output[-1500:])
+        output = self.tests.communicate(timeout=120)[0]
+        return self.tests.returncode == 0, dict(result=output[-1500:] if "FAILED" in output else output[-50:].strip())
 
 
 def errors(truth, found) -> tuple[float, float]:
     """Of log-probs: the mean error in nats. Of the gradient: its error as a fraction of its norm."""
-    values, gradient = ((x.float(), y.float()) for x, y in zip(truth, found))
-    return (values[1] - values[0]).abs().mean().item(), ((gradient[1] - gradient[0]).norm() / gradient[0].norm()).item()
+    values, gradient = (new.float() - old for old, new in zip(truth, found))
+    return values.abs().mean().item(), (gradient.norm() / truth[1].norm()).item()
 
 
 def differences(one: list[dict], two: list[dict]) -> dict[str, float]:
     """The largest differences between the metrics of two runs."""
-    pairs = list(zip(one[1:], two[1:], strict=True))
-    return {name: max(abs(x[name] - y[name]) for x, y in pairs) for name in ("loss", "grad_norm")}
+    steps = list(zip(one[1:], two[1:], strict=True))
+    return {name: max(abs(x[name] - y[name]) for x, y in steps) for name in ("loss", "grad_norm")}
 
 
 def start_process(*command):
@@ -362,20 +347,187 @@ def start_process(*command):
     return process
 
 
+# ---- speed -----------------------------------------------------------
+
+class Speed:
+    """The checks of the second part. A run is main() of a script, without its checkpoints and its saved model."""
+
+    def __init__(self, folder: Path, args: Args):
+        self.folder, self.tiny = folder, args.tiny
+        self.shapes = ("tiny",) if args.tiny else args.shapes
+        self.lengths = (24, 12, 12) if args.tiny else (256, 256, 256)
+        self.pairs = 8 if args.tiny else 512  # of the reference pass
+        self.batch_size = 2 if args.tiny else 16
+        self.long = (40, 8) if args.tiny else (3100, 128)  # tokens of a prompt of rloo.py, and of its samples
+        self.peak = math.nan  # FLOPs per second
+
+    def checks(self) -> list:
+        checks = [("a product of bfloat16 matrices", self.matrix_product)]
+        for shape in self.shapes:
+            checks += [
+                (f"{shape}, files are written", partial(self.write_files, shape)),
+                (f"{shape}, reference pass", partial(self.reference_pass, shape))]
+            checks += [(f"{shape}, dpo.py, {name}", partial(self.dpo, shape, name)) for name in RUNS]
+            checks.append((f"{shape}, dpo.py, where a step goes", partial(self.profile, shape)))
+            if shape == self.shapes[0]:
+                checks += [(f"{shape}, rloo.py, k={k}", partial(self.rloo, shape, k)) for k in (2, 4, 8)]
+        return checks
+
+    def matrix_product(self):
+        """What the card reaches: the peak of all shares below."""
+        n = 256 if self.tiny else 8192
+        a, b = torch.randn(2, n, n, device=DEVICE, dtype=torch.bfloat16)
+        for repeats in (3, 20):  # the first ones do not count
+            begin = clock()
+            for _ in range(repeats):
+                a @ b
+            self.peak = 2 * n**3 * repeats / (clock() - begin)
+        return None, dict(tflops=self.peak / 1e12)
+
+    def write_files(self, shape: str):
+        folder, vocab = self.folder / shape, SHAPES[shape][7]
+        make_model(folder, shape)
+        write_pairs(folder / "pairs.jsonl", random_pairs(6 * self.batch_size, self.lengths, vocab))
+        ids = random_ids(self.long[0], vocab, np.random.default_rng(0))
+        write_lines(folder / "prompts.jsonl", [{"prompt": text_of(ids)}] * 3)
+        return None, {}
+
+    def train(self, script, shape: str, data: str, **flags) -> list[dict]:
+        folder = self.folder / shape
+        args = script.Args(model=str(folder), data=f"{folder}/{data}", out=tempfile.mkdtemp(dir=folder), save_every=0,
+                           **COMMON, **flags)
+        with quiet(), patch.object(script, "save_model", lambda *_: None):
+            with patch.object(script, "checkpoint_digest", lambda name: name):
+                return script.main(args)
+
+    def reference_pass(self, shape: str):
+        pairs = random_pairs(self.pairs, self.lengths, SHAPES[shape][7])
+        groups = [(prompt, answers) for prompt, *answers in pairs]
+        with quiet():
+            model = dpo.load_model(str(self.folder / shape), DEVICE, dpo.Args(dtype="bfloat16"))
+            for part in (groups[:32], groups):  # the first forwards compile kernels
+                begin = clock()
+                ReferenceCache().compute(model, part)
+                seconds = clock() - begin
+
+        # Each token goes through the linear layers, and each token of an answer through the head.
+        head = model.get_output_embeddings()
+        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+        n_tokens, n_prompts = count_tokens(groups), sum(len(prompt) for prompt, _ in groups)
+        flops = 2 * n_tokens * sum(module.weight.numel() for module in linear)
+        flops += 2 * (n_tokens - n_prompts) * head.weight.numel()
+        return None, dict(tokens=n_tokens, seconds=seconds, tokens_per_second=n_tokens / seconds,
+                          share_of_peak=flops / seconds / self.peak) | memory()
+
+    def dpo(self, shape: str, name: str):
+        """The median of steps 2 to 6. With a cache, the reference's pass comes before them."""
+        if "LoRA" in name and not find_spec("peft"):
+            return None, dict(error="peft is not installed")
+        history = self.train(dpo, shape, "pairs.jsonl", samples=0, steps=6, batch_size=self.batch_size, **RUNS[name])
+        found = {key: median(line[key] for line in history[2:]) for key in ("seconds", "tokens_per_second")}
+        return None, found | memory()
+
+    def rloo(self, shape: str, k: int):
+        """The second step, of one prompt and k samples."""
+        rollout, seconds = rloo.rollout, []
+
+        def timed(*inputs):
+            begin = clock()
+            samples = rollout(*inputs)
+            seconds.append(clock() - begin)
+            return samples
+
+        length, new_tokens = self.long
+        with patch.object(rloo, "rollout", timed):
+            history = self.train(
+                rloo, shape, "prompts.jsonl", reward=(f"{against_trl.__file__}:even_words",), k=k, steps=2,
+                batch_size=1, max_length=length, max_new_tokens=new_tokens)
+        return None, dict(
+            prompt=length, new_tokens=history[2]["completions/mean_length"], seconds=history[2]["seconds"],
+            rollout_seconds=seconds[1], ms_per_token=1e3 * seconds[1] / new_tokens) | memory()
+
+    def profile(self, shape: str):
+        """The third step: the kernels that take longest, how many there are, and how often the host waits. One wait, a
+        cudaDeviceSynchronize, is the clock's."""
+        profiler = torch.profiler.profile()
+        append, times = dpo.append, []
+
+        def append_and_profile(path, rows):
+            append(path, rows)
+            if path.name == "metrics.jsonl" and rows[0]["step"] in (2, 3):
+                times.append(clock())
+                profiler.start() if rows[0]["step"] == 2 else profiler.stop()
+
+        with patch.object(dpo, "append", append_and_profile):
+            self.train(dpo, shape, "pairs.jsonl", samples=0, steps=3, batch_size=self.batch_size)
+
+        events = profiler.key_averages()
+        calls = {event.key: event.count for event in events}
+        kernels = {}  # name -> its milliseconds in all
+        for event in events:
+            if DEVICE == "cpu":
+                kernels[event.key] = event.self_cpu_time_total / 1e3
+            elif event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+                kernels[event.key] = event.self_device_time_total / 1e3
+        total = sum(kernels.values())
+        longest = sorted(kernels, key=kernels.get, reverse=True)[:5]
+        return None, dict(
+            milliseconds=1e3 * (times[1] - times[0]), kernel_milliseconds=total,
+            launches=sum(n for name, n in calls.items() if "LaunchKernel" in name),
+            waits={name: n for name, n in calls.items() if name.startswith("cuda") and "Synchronize" in name},
+            copies={name: n for name, n in calls.items() if name.startswith("Memcpy")},
+            longest=[f"{kernels[name] / total:.1%} {calls[name]} x {name[:80]}" for name in longest])
+
+
+def memory() -> dict:
+    if DEVICE == "cpu":
+        return {}
+    return dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9, reserved_gb=torch.cuda.max_memory_reserved() / 1e9)
+
+
+# ---- trl -------------------------------------------------------------
+
+class Trl:
+    """The checks of the third part: tables of against_trl.py."""
+
+    def __init__(self, folder: Path, args: Args):
+        self.shape = "tiny" if args.tiny else args.shapes[0]
+        self.tiny = args.tiny
+
+    def checks(self) -> list:
+        if not all(map(find_spec, ("trl", "peft", "datasets"))):
+            return [("TRL is not installed: pip install trl==1.16.0 peft datasets", lambda: (None, {}))]
+        if self.tiny:
+            return [("reference, dpo", partial(self.table, "--tiny", "--works", "reference", "dpo"))]
+        sizes = ["--shapes", self.shape, "--pairs", "256", "--batch_size", "16", "--max_length", "768"]
+        long = ["--shapes", "long", "--steps", "2", "--batch_size", "1"]
+        return [
+            (f"{self.shape}, {work}", partial(self.table, *sizes, "--works", work)) for work in ("reference", "dpo")
+        ] + [(f"rloo, k={k}", partial(self.table, *long, "--works", f"long, k={k}")) for k in (2, 4, 8)]
+
+    def table(self, *flags):
+        process = start_process("benchmarks/against_trl.py", "--rounds", "1", *flags)
+        output = process.communicate()[0]
+        if process.returncode:
+            raise RuntimeError(output)
+        return None, dict(lines=[line for line in output.splitlines() if line.startswith("| ")])
+
+
 # ---- All parts -------------------------------------------------------
 
 def main(args: Args) -> int:
     """Returns the exit code."""
     if DEVICE == "cpu" and not args.tiny:
         sys.exit("gpu.py needs a GPU, and torch finds none here; --tiny shows on a CPU that it runs.")
-    signal.signal(signal.SIGALRM, on_alarm)
+    signal.signal(signal.SIGALRM, stop)
     lines = Lines(args.results)
-    lines.write(part="all", what=against_trl.versions(), command=" ".join(sys.argv), python=sys.version.split()[0])
+    lines.write("all", against_trl.versions(), None, python=sys.version.split()[0], command=" ".join(sys.argv))
+
     for part in args.parts:
         with tempfile.TemporaryDirectory() as folder:
-            checks = {"numbers": Numbers}[part](Path(folder), args).checks()
-            run_part(part, checks, lines, args)
-    return int(lines.n_bad > 0)
+            checks = {"numbers": Numbers, "speed": Speed, "trl": Trl}[part](Path(folder), args).checks()
+            run_part(part, checks, lines, args.limit)
+    return int(lines.n_wrong > 0)
 
 
 if __name__ == "__main__":
