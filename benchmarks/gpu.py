@@ -5,18 +5,18 @@
     python benchmarks/gpu.py trl                              # pip install trl==1.16.0 peft datasets
     python benchmarks/gpu.py numbers speed trl --tiny         # do they run? Also without a GPU
 
-Each check prints a line as soon as it is known, and appends it to --results. A check that fails does not stop the
-others, but the exit code is 1. A part takes at most --limit seconds. The models are random.
+Each check prints a line as soon as it is known, and appends it to --results. A check that fails does not stop
+the others, but the exit code is 1. A part takes at most --limit seconds. The models are random.
 
-numbers   the tests marked gpu; log-probs and gradients of the attention kernel, against one forward per sequence in
-          float32; log-probs of the sampler, against a forward; the loss of the first step, which is ln 2 if policy and
-          reference agree; a resumed run, a saved model, and torchrun with one process
-speed     the reference pass, steps of dpo.py with several flags, and where the time of a step goes; steps of rloo.py
-          with one prompt of 3,100 tokens
+numbers   the tests marked gpu; log-probs and gradients of the attention kernel, against one forward per
+          sequence in float32; log-probs of the sampler, against a forward; the loss of the first step, which is
+          ln 2 if policy and reference agree; a resumed run, a saved model, and torchrun with one process
+speed     the reference pass, steps of dpo.py with several flags, and where the time of a step goes; steps of
+          rloo.py with one prompt of 3,100 tokens
 trl       a reference pass, a DPO step, and RLOO steps of 3,100 tokens: here and in TRL, by against_trl.py
 
-peak_gb is the most memory that was allocated in a run, loading included; reserved_gb is what was taken from the card.
-FLOPs are those of linear layers.
+peak_gb is the most memory that was allocated in a run, loading included. reserved_gb is what the process took
+from the card. FLOPs are those of linear layers.
 """
 import atexit
 import gc
@@ -43,7 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
-from against_trl import DEVICE, ROOT, SHAPES, clock, dpo, make_model, quiet, rloo, text_of, write_lines, write_pairs
+from against_trl import DEVICE, ROOT, SHAPES, clock, dpo, quiet, rloo
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -94,6 +94,8 @@ class Lines:
     def __init__(self, path: str | None):
         self.path = path
         self.n_wrong = 0
+        if path:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, part: str, what: str, ok: bool | None, **found):
         self.n_wrong += ok is False
@@ -169,7 +171,9 @@ class Numbers:
         self.vocab = SHAPES[self.shape][7]
         self.lengths = (12, 6, 6) if args.tiny else (160, 80, 80)  # of prompts and answers
         self.run = cache(self.run)  # each run is made once
-        self.tests = start_process("-m", "pytest", "-q", "-m", "gpu", "tests/test_gpu.py")  # beside the others
+
+        # They run beside the other checks.
+        self.tests = start_process("-m", "pytest", "-q", "--tb=short", "-m", "gpu", "tests/test_gpu.py")
 
     def checks(self) -> list:
         checks = []
@@ -190,13 +194,14 @@ class Numbers:
         ]
 
     def kernel(self, case: str, k: int):
-        """The kernel of half precision, and a loop of ordinary attention, against one forward per sequence."""
+        """The kernel of half precision, and a loop of attentions, against one forward per sequence."""
         model_type, heads, key_heads, more = CASES[case]
         size, vocab = (8, 512) if self.tiny else (64, 65_536)
         config = AutoConfig.for_model(
-            model_type, vocab_size=vocab, hidden_size=14 * size, intermediate_size=32 * size, num_hidden_layers=3,
-            num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=size, tie_word_embeddings=True,
-            initializer_range=0.04, pad_token_id=0, bos_token_id=None, eos_token_id=1, **more)
+            model_type, vocab_size=vocab, hidden_size=14 * size, intermediate_size=32 * size,
+            num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=size,
+            tie_word_embeddings=True, initializer_range=0.04, pad_token_id=0, bos_token_id=None,
+            eos_token_id=1, **more)
         torch.manual_seed(0)
         with torch.device(DEVICE):
             model = AutoModelForCausalLM.from_config(config).eval().bfloat16()
@@ -224,10 +229,10 @@ class Numbers:
             float32_gradient=flat_row[1], kernel_gradient=kernel[1], loop_gradient=loop[1])
 
     def write_files(self):
-        """Weights so large that every token matters; one token of 40 ends a sample; two epochs of two steps."""
-        make_model(self.folder / "model", self.shape, initializer_range=0.15 if self.tiny else 0.04,
+        """Large weights, so that every token matters. One token of 40 ends a sample. Two epochs."""
+        against_trl.make_model(self.folder / "model", self.shape, initializer_range=0.15 if self.tiny else 0.04,
                    eos_token_id=[1, *range(40, self.vocab, 40)])
-        write_pairs(self.folder / "pairs.jsonl", random_pairs(16, self.lengths, self.vocab))
+        against_trl.write_pairs(self.folder / "pairs.jsonl", random_pairs(16, self.lengths, self.vocab))
         return None, {}
 
     @torch.no_grad()
@@ -248,14 +253,19 @@ class Numbers:
             logps = flat(completion_logprobs(policy, samples.groups)).cpu()
 
         difference = (samples.logps[samples.mask] - logps).abs()
-        found = dict(mean_nats=difference.mean().item(), bound=1e-3 if args.dtype == "float32" else 5e-2,
-                     max_nats=difference.max().item(), tokens=len(logps), ended=samples.ended.float().mean().item())
+        found = dict(
+            mean_nats=difference.mean().item(),
+            bound=1e-3 if args.dtype == "float32" else 5e-2,
+            max_nats=difference.max().item(),
+            tokens=len(logps),
+            ended=samples.ended.float().mean().item(),
+        )
         return found["mean_nats"] < found["bound"], found
 
     def flags(self, way: str) -> dict:
         return COMMON | dict(
-            model=f"{self.folder}/model", data=f"{self.folder}/pairs.jsonl", out=f"{self.folder}/{way}", samples=0,
-            steps=4, batch_size=8, lr=1e-3, save_every=2)
+            model=f"{self.folder}/model", data=f"{self.folder}/pairs.jsonl", out=f"{self.folder}/{way}",
+            samples=0, steps=4, batch_size=8, lr=1e-3, save_every=2)
 
     def run(self, name: str, way: str = "first"):
         """dpo.py, 4 steps. `resumed`: the third step raises, and the same command is given again."""
@@ -290,12 +300,16 @@ class Numbers:
         """The loss is ln 2 if policy and reference agree. In the second epoch it is lower."""
         if "LoRA" in name and not find_spec("peft"):
             return None, dict(error="peft is not installed")
-        losses, cached = ([line["loss"] for line in self.run(run).history[1:]]
-                          for run in (name, "cache, LoRA" if "LoRA" in name else "cache"))
-        gap = max(abs(one - two) for one, two in zip(losses, cached))
-        ok = abs(losses[0] - math.log(2)) < 5e-3 and losses[3] < math.log(2) - 1e-3 and gap < 1e-2
-        return ok, dict(from_ln_2=losses[0] - math.log(2), nats_per_token=self.run(name).history[1]["logratio"],
-                        loss_of_step_4=losses[3], from_cached_run=gap)
+        history = self.run(name).history[1:]
+        cached = self.run("cache, LoRA" if "LoRA" in name else "cache").history[1:]
+        gap = max(abs(line["loss"] - other["loss"]) for line, other in zip(history, cached))
+        from_ln_2 = history[0]["loss"] - math.log(2)
+        last = history[3]["loss"]
+
+        ok = abs(from_ln_2) < 5e-3 and last < math.log(2) - 1e-3 and gap < 1e-2
+        return ok, dict(
+            from_ln_2=from_ln_2, nats_per_token=history[0]["logratio"], loss_of_step_4=last,
+            from_cached_run=gap)
 
     def compare(self, way: str):
         """On CUDA the order of some sums is not fixed, so two equal runs may differ."""
@@ -315,7 +329,8 @@ class Numbers:
     def torchrun(self):
         """FSDP2 and, on a GPU, NCCL."""
         flags = [f"--{name}={value}" for name, value in self.flags("torchrun").items()]
-        process = start_process("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "dpo.py", *flags)
+        process = start_process(
+            "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "dpo.py", *flags)
         output = process.communicate(timeout=120)[0]
         if process.returncode:
             raise RuntimeError(output)
@@ -325,7 +340,8 @@ class Numbers:
 
     def pytest(self):
         output = self.tests.communicate(timeout=120)[0]
-        return self.tests.returncode == 0, dict(result=output[-1500:] if "FAILED" in output else output[-50:].strip())
+        failed = self.tests.returncode != 0
+        return not failed, dict(result=output[-3000:] if failed else output.strip().splitlines()[-1])
 
 
 def errors(truth, found) -> tuple[float, float]:
@@ -350,7 +366,7 @@ def start_process(*command):
 # ---- speed -----------------------------------------------------------
 
 class Speed:
-    """The checks of the second part. A run is main() of a script, without its checkpoints and its saved model."""
+    """The checks of the second part. A run is main() of a script, which saves nothing."""
 
     def __init__(self, folder: Path, args: Args):
         self.folder, self.tiny = folder, args.tiny
@@ -386,16 +402,17 @@ class Speed:
 
     def write_files(self, shape: str):
         folder, vocab = self.folder / shape, SHAPES[shape][7]
-        make_model(folder, shape)
-        write_pairs(folder / "pairs.jsonl", random_pairs(6 * self.batch_size, self.lengths, vocab))
+        against_trl.make_model(folder, shape)
+        against_trl.write_pairs(folder / "pairs.jsonl", random_pairs(6 * self.batch_size, self.lengths, vocab))
         ids = random_ids(self.long[0], vocab, np.random.default_rng(0))
-        write_lines(folder / "prompts.jsonl", [{"prompt": text_of(ids)}] * 3)
+        against_trl.write_lines(folder / "prompts.jsonl", [{"prompt": against_trl.text_of(ids)}] * 3)
         return None, {}
 
     def train(self, script, shape: str, data: str, **flags) -> list[dict]:
         folder = self.folder / shape
-        args = script.Args(model=str(folder), data=f"{folder}/{data}", out=tempfile.mkdtemp(dir=folder), save_every=0,
-                           **COMMON, **flags)
+        args = script.Args(
+            model=str(folder), data=f"{folder}/{data}", out=tempfile.mkdtemp(dir=folder), save_every=0,
+            **COMMON, **flags)
         with quiet(), patch.object(script, "save_model", lambda *_: None):
             with patch.object(script, "checkpoint_digest", lambda name: name):
                 return script.main(args)
@@ -412,9 +429,9 @@ class Speed:
 
         # Each token goes through the linear layers, and each token of an answer through the head.
         head = model.get_output_embeddings()
-        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head]
+        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
         n_tokens, n_prompts = count_tokens(groups), sum(len(prompt) for prompt, _ in groups)
-        flops = 2 * n_tokens * sum(module.weight.numel() for module in linear)
+        flops = 2 * n_tokens * sum(module.weight.numel() for module in linear if module is not head)
         flops += 2 * (n_tokens - n_prompts) * head.weight.numel()
         return None, dict(tokens=n_tokens, seconds=seconds, tokens_per_second=n_tokens / seconds,
                           share_of_peak=flops / seconds / self.peak) | memory()
@@ -423,7 +440,8 @@ class Speed:
         """The median of steps 2 to 6. With a cache, the reference's pass comes before them."""
         if "LoRA" in name and not find_spec("peft"):
             return None, dict(error="peft is not installed")
-        history = self.train(dpo, shape, "pairs.jsonl", samples=0, steps=6, batch_size=self.batch_size, **RUNS[name])
+        history = self.train(
+            dpo, shape, "pairs.jsonl", samples=0, steps=6, batch_size=self.batch_size, **RUNS[name])
         found = {key: median(line[key] for line in history[2:]) for key in ("seconds", "tokens_per_second")}
         return None, found | memory()
 
@@ -447,8 +465,8 @@ class Speed:
             rollout_seconds=seconds[1], ms_per_token=1e3 * seconds[1] / new_tokens) | memory()
 
     def profile(self, shape: str):
-        """The third step: the kernels that take longest, how many there are, and how often the host waits. One wait, a
-        cudaDeviceSynchronize, is the clock's."""
+        """The third step: the kernels that take longest, how many there are, and how often the host waits.
+        One wait, a cudaDeviceSynchronize, is the clock's."""
         profiler = torch.profiler.profile()
         append, times = dpo.append, []
 
@@ -482,7 +500,9 @@ class Speed:
 def memory() -> dict:
     if DEVICE == "cpu":
         return {}
-    return dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9, reserved_gb=torch.cuda.max_memory_reserved() / 1e9)
+    return dict(
+        peak_gb=torch.cuda.max_memory_allocated() / 1e9,
+        reserved_gb=torch.cuda.max_memory_reserved() / 1e9)
 
 
 # ---- trl -------------------------------------------------------------
@@ -499,11 +519,15 @@ class Trl:
             return [("TRL is not installed: pip install trl==1.16.0 peft datasets", lambda: (None, {}))]
         if self.tiny:
             return [("reference, dpo", partial(self.table, "--tiny", "--works", "reference", "dpo"))]
+
         sizes = ["--shapes", self.shape, "--pairs", "256", "--batch_size", "16", "--max_length", "768"]
         long = ["--shapes", "long", "--steps", "2", "--batch_size", "1"]
-        return [
-            (f"{self.shape}, {work}", partial(self.table, *sizes, "--works", work)) for work in ("reference", "dpo")
-        ] + [(f"rloo, k={k}", partial(self.table, *long, "--works", f"long, k={k}")) for k in (2, 4, 8)]
+        checks = []
+        for work in ("reference", "dpo"):
+            checks.append((f"{self.shape}, {work}", partial(self.table, *sizes, "--works", work)))
+        for k in (2, 4, 8):
+            checks.append((f"rloo, k={k}", partial(self.table, *long, "--works", f"long, k={k}")))
+        return checks
 
     def table(self, *flags):
         process = start_process("benchmarks/against_trl.py", "--rounds", "1", *flags)
@@ -521,7 +545,8 @@ def main(args: Args) -> int:
         sys.exit("gpu.py needs a GPU, and torch finds none here; --tiny shows on a CPU that it runs.")
     signal.signal(signal.SIGALRM, stop)
     lines = Lines(args.results)
-    lines.write("all", against_trl.versions(), None, python=sys.version.split()[0], command=" ".join(sys.argv))
+    python = sys.version.split()[0]
+    lines.write("all", against_trl.versions(), None, python=python, command=" ".join(sys.argv))
 
     for part in args.parts:
         with tempfile.TemporaryDirectory() as folder:
