@@ -9,8 +9,8 @@ Each check prints a line as soon as it is known, and appends it to --results. A 
 the others, but the exit code is 1. A part takes at most --limit seconds. The models are random.
 
 numbers   the tests marked gpu; log-probs and gradients of the attention kernel, against one forward per
-          sequence in float32; log-probs of the sampler, against a forward; the loss of the first step, which is
-          ln 2 if policy and reference agree; a resumed run, a saved model, and torchrun with one process
+          sequence in float32; log-probs of the sampler, against a forward; the loss of the first step, which
+          is ln 2 if policy and reference agree; a resumed run, a saved model, and torchrun with one process
 speed     the reference pass, steps of dpo.py with several flags, and where the time of a step goes; steps of
           rloo.py with one prompt of 3,100 tokens
 trl       a reference pass, a DPO step, and RLOO steps of 3,100 tokens: here and in TRL, by against_trl.py
@@ -230,8 +230,9 @@ class Numbers:
 
     def write_files(self):
         """Large weights, so that every token matters. One token of 40 ends a sample. Two epochs."""
-        against_trl.make_model(self.folder / "model", self.shape, initializer_range=0.15 if self.tiny else 0.04,
-                   eos_token_id=[1, *range(40, self.vocab, 40)])
+        against_trl.make_model(
+            self.folder / "model", self.shape, initializer_range=0.15 if self.tiny else 0.04,
+            eos_token_id=[1, *range(40, self.vocab, 40)])
         against_trl.write_pairs(self.folder / "pairs.jsonl", random_pairs(16, self.lengths, self.vocab))
         return None, {}
 
@@ -403,7 +404,8 @@ class Speed:
     def write_files(self, shape: str):
         folder, vocab = self.folder / shape, SHAPES[shape][7]
         against_trl.make_model(folder, shape)
-        against_trl.write_pairs(folder / "pairs.jsonl", random_pairs(6 * self.batch_size, self.lengths, vocab))
+        pairs = random_pairs(6 * self.batch_size, self.lengths, vocab)  # those of six steps
+        against_trl.write_pairs(folder / "pairs.jsonl", pairs)
         ids = random_ids(self.long[0], vocab, np.random.default_rng(0))
         against_trl.write_lines(folder / "prompts.jsonl", [{"prompt": against_trl.text_of(ids)}] * 3)
         return None, {}
