@@ -123,7 +123,7 @@ class ReferenceCache(Mapping):
         for prompt, completions in groups:
             budget = tokens_per_forward - len(prompt) if is_shared else 0
             for indices in pack(list(map(len, completions)), budget):
-                parts.append((prompt, [completions[i] for i in sorted(indices)]))  # as the policy has them
+                parts.append((prompt, [completions[i] for i in sorted(indices)]))
 
         # The longest come first, so that a pass that needs too much memory fails at once.
         parts.sort(key=lambda part: -count_tokens([part]))

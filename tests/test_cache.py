@@ -1,5 +1,6 @@
 """ReferenceCache: exact, small, shared by jobs, safe against kills and against damaged or hostile files."""
 import functools
+import gc
 import hashlib
 import os
 import pickle
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from models import GROUPS, P, Q, bad_input, equal, flat, make, parametrize, ready, slow
 from runs import adapt, needs_peft, tiny
 
@@ -83,16 +85,42 @@ def test_tokens_per_forward_bounds_a_pass(name, budget, mean):
     assert sum(sizes) / len(sizes) > mean
 
 
-def test_fill_keeps_no_reference_to_the_model():
-    models = []
+def test_fill_frees_the_model_and_then_the_memory_of_the_gpu(monkeypatch):
+    models = []  # weak references
+    was_alive = []  # at each call of empty_cache
 
-    def load():
+    def load(hook=None):
         model = ready("llama")
         model.itself = [model]  # only a search for garbage frees it
+        if hook:
+            model.model.register_forward_pre_hook(hook)
         models.append(weakref.ref(model))
         return model
-    ReferenceCache().fill(load, GROUPS)
-    assert models[0]() is None
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: was_alive.append(models[-1]() is not None))
+    cache = ReferenceCache()
+    cache.fill(load, GROUPS)
+    assert was_alive == [False]
+
+    cache.fill(load, GROUPS)  # it is full: nothing is loaded
+    assert len(models) == len(was_alive) == 1
+
+    try:
+        ReferenceCache().fill(lambda: load(interrupt), GROUPS)
+    except KeyboardInterrupt:
+        pass  # its traceback held the model until here
+    gc.collect()
+    assert len(was_alive) == 2 and models[1]() is None
+
+
+def test_answers_of_a_prompt_keep_their_order():
+    """The policy's forward has the same row then, and rounds alike: step 1 is ln 2 in bfloat16, too."""
+    rows = []
+    ReferenceCache().fill(watched(rows), [(P, [(60, 2), (12, 4, 55, 2)])])
+    assert rows == [[[*P, 60, 2, 12, 4, 55, 2]]]
 
 
 def watched(seen, after=None):

@@ -1,4 +1,5 @@
 """completion_logprobs: against one forward per sequence, for many architectures and sizes of forwards."""
+import inspect
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -97,6 +98,9 @@ def test_groups_of_unequal_size_have_no_sums():
         sum_tokens([[torch.ones(2)], [torch.ones(1), torch.ones(3), torch.ones(1)]])
 
 
+MUST_ANNOUNCE_GROUPS = "enable_gqa" in inspect.signature(refcache.varlen_attn).parameters  # not in torch 2.11
+
+
 class Kernel:
     """varlen_attn in plain torch, with what the CUDA kernel demands. `extra` widens its window, which is wrong."""
 
@@ -112,6 +116,7 @@ class Kernel:
         queries, keys = cu_seq_q.tolist(), cu_seq_k.tolist()
         assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
         assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
+        grouped = options.get("enable_gqa", not MUST_ANNOUNCE_GROUPS)
         left, right = window_size
         left = left + self.extra if left >= 0 else len(key)
         outputs = []
@@ -120,7 +125,7 @@ class Kernel:
             behind = places[d - c - (b - a):, None] - places  # aligned to the lower right, as in flash attention
             q, k, v = (x.float().transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
             output = F.scaled_dot_product_attention(q, k, v, (behind <= left) & (-behind <= right),
-                                                    scale=options["scale"], enable_gqa=options["enable_gqa"])
+                                                    scale=options["scale"], enable_gqa=grouped)
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).to(query.dtype)
 
