@@ -28,12 +28,12 @@ Metrics: loss, learning_rate, seconds, tokens_per_second, and
 Not here: tensor or pipeline parallelism, images, truncated rows.
 """
 import hashlib
+import importlib.util
 import json
 import math
 import os
 import random
 import re
-import runpy
 import shutil
 import sys
 import time
@@ -271,9 +271,9 @@ def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> di
 
 def evaluate(policy, tokenizer, rows: list[Row], reference, score, step: int, out: Path, args: Args) -> dict:
     """Mean metrics of held-out rows, and of answers to their prompts."""
-    if not rows:
-        return {}
     values = write_samples(policy, tokenizer, rows, score, step, out, args)
+    if not rows:
+        return values
     ref_logps = reference_logprobs(reference, groups_of(rows), args.tokens_per_forward)
     means = run_batch(policy, rows, ref_logps, args, train=False)
     return values | {f"eval_{name}": value for name, value in means.items()}
@@ -315,7 +315,8 @@ def train(args: Args, out: Path) -> list[dict]:
     run = describe_run(train_rows, eval_rows, args)
     score = None
     if args.score and is_first_process():
-        score = load_function(args.score)
+        file, _, name = args.score.rpartition(":")
+        score = getattr(load_module(file), name)
     if score and eval_rows:  # try it on one answer, so that it does not fail after the reference's pass
         answer = tokenizer.decode(eval_rows[0].chosen, skip_special_tokens=True)
         score_answers(score, eval_rows[:1], [answer], args)
@@ -428,13 +429,11 @@ def resolve(args: Args) -> Args:
     args.ref_model = find_path(args.ref_model or args.model, "--ref_model")
     args.data = find_path(args.data, "--data")
     args.eval_data = find_path(args.eval_data, "--eval_data")
-    args.ref_cache = args.ref_cache and os.path.abspath(os.path.expanduser(args.ref_cache))
-    if args.out is None:
-        args.out, n = "out/dpo", 1
-        while Path(args.out, "model").exists():
-            n += 1
-            args.out = f"out/dpo-{n}"
-    args.out = os.path.abspath(os.path.expanduser(args.out))
+    if args.ref_cache:
+        args.ref_cache = str(Path(args.ref_cache).expanduser().absolute())
+    if args.score:
+        args.score = str(Path(args.score).expanduser().absolute())
+    args.out = str(Path(args.out or unfinished_folder("out/dpo")).expanduser().absolute())
     if Path(args.out, "model").exists():
         raise BadInput(f"{args.out} holds a finished run: name another --out")
 
@@ -468,6 +467,15 @@ def resolve(args: Args) -> Args:
     return args
 
 
+def unfinished_folder(name: str) -> str:
+    """The first of name, name-2, name-3, .. that holds no finished run."""
+    folder, n = name, 1
+    while Path(folder, "model").exists():
+        n += 1
+        folder = f"{name}-{n}"
+    return folder
+
+
 # ---- Answers to held-out prompts -------------------------------------
 
 def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Path, args: Args) -> dict:
@@ -477,6 +485,7 @@ def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Pat
     row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
     rows = list(row_of_prompt.values())[:args.samples]
     if not rows:
+        print(f"no held-out prompt has room for {args.max_new_tokens} new tokens: nothing is answered or scored")
         return {}
 
     prompts = [row.whole_prompt for row in rows]
@@ -522,11 +531,18 @@ def generate(policy, tokenizer, prompts: list[tuple], args: Args) -> list[tuple]
     return answers
 
 
-def load_function(spec: str):
-    """The function that FILE.py:FUNCTION names, from the file as it is now."""
-    file, _, name = spec.partition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    return runpy.run_path(file)[name]
+def load_module(file: str):
+    """A user's file, as it is now, as a module. By the module's name a process pool finds its functions."""
+    path = os.path.abspath(file)
+    sys.path.insert(0, os.path.dirname(path))  # for its own imports, and for those of the pool
+    name = Path(path).stem
+    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != path:
+        name += "_"  # another module has this name
+
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
+    sys.modules[name] = module
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))  # a cache of bytecode may be old
+    return module
 
 
 def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[float | None]:
@@ -581,6 +597,11 @@ def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
     trained = {row.whole_prompt for row in rows}
     n_trained = sum(row.whole_prompt in trained for row in eval_rows)
     print(f"{len(rows)} rows to train on, {len(eval_rows)} held out, {n_trained} of these with a trained prompt")
+
+    config = AutoConfig.from_pretrained(base_of(args.model)).get_text_config()
+    largest = max(max(row.whole_prompt + row.chosen + row.rejected) for row in rows + eval_rows)
+    if largest >= config.vocab_size:
+        raise BadInput(f"{args.model} has no embedding for token {largest} of its tokenizer")
     return rows, eval_rows
 
 
@@ -588,17 +609,23 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     """The rows of a file or of hub data. Rows that cannot be trained on are dropped and counted."""
     rows = []
     counts = Counter(rows=0)
+    needs_rewards = any(name.startswith("rpo") for name in args.loss)
     for columns, (prompt, with_chosen, with_rejected) in tokenize_rows(source, tokenizer, args, counts):
         # The prompt gets no loss. It ends where the three sequences begin to differ.
         end = common_length(prompt, with_chosen, with_rejected)
         if end < len(prompt):
             counts["whose prompt ends early: a token spans its end, or the template changes it"] += 1
 
+        rewards = (0.0, 0.0)
+        if needs_rewards:
+            rewards = (columns.get("chosen_reward"), columns.get("rejected_reward"))
+        if None in rewards:
+            raise BadInput(f"{source}: --loss rpo_.. needs numbers in chosen_reward and rejected_reward")
         row = Row(
             prompt=prompt[:end],
             chosen=with_chosen[end:],
             rejected=with_rejected[end:],
-            rewards=(float(columns.get("chosen_reward", 0)), float(columns.get("rejected_reward", 0))),
+            rewards=rewards,
             whole_prompt=prompt,
             columns=columns if args.score else {},
         )
@@ -660,12 +687,11 @@ def read_rows(source: str):
 
 def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]:
     """[(columns, texts)] of a row: the prompt, and the prompt with each answer. [] if one of them is empty."""
-    columns = {name: without_nulls(value) for name, value in columns.items()}
     prompt, *answers = split_prompt(columns)
     if any(not "".join(texts_in(part)).strip() for part in (prompt, *answers)):
         counts["dropped: an empty prompt or answer"] += 1
         return []
-    columns["prompt"] = prompt
+    columns = columns | {"prompt": prompt}
 
     if isinstance(prompt, str):  # strings end with EOS, chats as their template ends them
         eos = tokenizer.eos_token
@@ -675,16 +701,27 @@ def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]
             counts["strings, without the chat template; see demo/prepare_chat.py"] += 1
         return [(columns, [prompt, *(prompt + answer.removesuffix(eos) + eos for answer in answers)])]
 
-    tools = columns.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    options = args.chat_template_kwargs | (columns.get("chat_template_kwargs") or {})
-    apply_template = partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+    apply_template = template_of(columns, tokenizer, args)
     texts = [apply_template(prompt, add_generation_prompt=True)]
     texts += [apply_template(prompt + answer) for answer in answers]
-    for messages, text in zip((prompt[-1:], *answers), texts):
-        if any(letters_of(part) not in letters_of(text) for part in texts_in(messages)):
-            counts["texts that the template drops or changes"] += 1
+    if any(map(drops_text, texts, (prompt[-1:], *answers))):
+        counts["with text that the template drops"] += 1
     return [(columns, texts)]
+
+
+def template_of(columns: dict, tokenizer, args: Args):
+    """The chat template as a function of messages, with the tools and the options of a row."""
+    tools = without_nulls(columns.get("tools"))
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    options = args.chat_template_kwargs | without_nulls(columns.get("chat_template_kwargs") or {})
+    return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+
+
+def drops_text(rendered: str, messages: list[dict]) -> bool:
+    """Whether a text of these messages is missing in what the template has written."""
+    written = letters_of(rendered)
+    return any(letters_of(text) not in written for text in texts_in(messages))
 
 
 def split_prompt(columns: dict) -> tuple:
@@ -714,7 +751,7 @@ def read_text(columns: dict, name: str) -> str | list[dict]:
     """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is an empty string."""
     if name not in columns:
         raise ValueError(f"has no column {name!r}: it has {', '.join(columns)}")
-    text = columns[name] or ""
+    text = without_nulls(columns[name]) or ""
     if isinstance(text, str):
         return text
 

@@ -83,7 +83,7 @@ RUNS = {  # flags of dpo.py
     "cache, LoRA, checkpointing": dict(ref="cache", lora_r=16, gradient_checkpointing=True),
 }
 COMMON = dict(eval_size=0, schedule="constant", warmup=0.0, dtype="bfloat16")  # flags of both scripts
-SHAPES["numbers"] = ("qwen2", 896, 4864, 4, 14, 2, 64, 65_536, True)
+SHAPES["numbers"] = ("llama", 896, 4864, 4, 14, 2, 64, 65_536, True)
 
 
 # ---- Lines -----------------------------------------------------------
@@ -278,10 +278,10 @@ class Numbers:
             found.logps = self.logprobs(policy)
             save_model(policy, *rest)
 
-        def append_until_step_3(path, rows):
+        def append_until_step_3(path, rows, *rest):
             if way == "resumed" and path.name == "metrics.jsonl" and rows[0]["step"] == 3:
                 raise InterruptedError
-            append(path, rows)
+            append(path, rows, *rest)
 
         with quiet(), patch.object(dpo, "save_model", save_and_measure):
             try:
@@ -473,7 +473,7 @@ class Speed:
         append, times = dpo.append, []
 
         def append_and_profile(path, rows):
-            append(path, rows)
+            append(path, rows, *rest)
             if path.name == "metrics.jsonl" and rows[0]["step"] in (2, 3):
                 times.append(clock())
                 profiler.start() if rows[0]["step"] == 2 else profiler.stop()
