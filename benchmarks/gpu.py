@@ -451,9 +451,9 @@ class Speed:
         """The second step, of one prompt and k samples."""
         rollout, seconds = rloo.rollout, []
 
-        def timed(*inputs):
+        def timed(*inputs, **options):
             begin = clock()
-            samples = rollout(*inputs)
+            samples = rollout(*inputs, **options)
             seconds.append(clock() - begin)
             return samples
 
@@ -472,7 +472,7 @@ class Speed:
         profiler = torch.profiler.profile()
         append, times = dpo.append, []
 
-        def append_and_profile(path, rows):
+        def append_and_profile(path, rows, *rest):
             append(path, rows, *rest)
             if path.name == "metrics.jsonl" and rows[0]["step"] in (2, 3):
                 times.append(clock())
