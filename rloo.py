@@ -1095,11 +1095,14 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
     """Refuses a folder that is not this run's. Restores its newest checkpoint, cuts the logs to its step, and
     returns it, or 0."""
     file = out / "args.json"
-    if file.exists() or any((out / log).exists() for log in LOGS):  # logs without args.json are not ours
-        saved = json.loads(file.read_text()) if file.exists() else {}
+    has_logs = any((out / log).exists() for log in LOGS)  # asked first: the first process writes args.json first
+    if file.exists():
+        saved = json.loads(file.read_text())
         differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
         if differing:
             raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
+    elif has_logs:
+        raise BadInput(f"{out} has logs, but not of a run of this script: name another --out")
 
     step = max(checkpoints(out), default=0)
     if step:
