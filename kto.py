@@ -952,7 +952,7 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
     """Refuses a folder that is not this run's. Restores its newest checkpoint, cuts the logs to its step, and
     returns it, or 0."""
     file = out / "args.json"
-    has_logs = any((out / log).exists() for log in LOGS)  # asked first: the first process writes args.json first
+    has_logs = any((out / log).exists() for log in LOGS)  # before file.exists(): args.json comes first
     if file.exists():
         saved = json.loads(file.read_text())
         differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
