@@ -470,7 +470,7 @@ def resolve(args: Args) -> Args:
     if n_rewards == 0 or len(args.reward_weights) not in (0, n_rewards):
         raise BadInput("give --reward or --reward_model, and one of --reward_weights for each or none")
     if args.ref == "swap" and args.ref_model != args.model:
-        raise BadInput("--ref swap keeps the policy's own start: with --ref_model choose live")
+        raise BadInput("--ref swap holds the policy's own start: with --ref_model choose live")
 
     # Values that would turn learning off, or around.
     if args.k < 2 or args.batch_size < 1 or args.updates_per_rollout < 1:
