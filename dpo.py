@@ -53,7 +53,6 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from filelock import FileLock, Timeout
-from jinja2 import TemplateError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -654,7 +653,7 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
             try:
                 columns = json.loads(line) if isinstance(line, str) else line
                 rendered += render(columns, tokenizer, args, counts)
-            except (ValueError, TypeError, TemplateError) as error:
+            except Exception as error:  # of JSON, of these columns, or of the chat template
                 raise BadInput(f"{source}, row {counts['rows']}: {error}") from error
 
         # One call for about 1,000 texts, which the tokenizer divides over the cores.
