@@ -286,9 +286,9 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, good, bad
     ("dpo", dict(chosen=" a b", rejected=" a c"), "strings need a column 'prompt'.*prepare_chat.py --strings"),
     ("kto", dict(completion=said("a"), label=1), "has no column 'prompt'.*prepare_chat.py"),
     ("dpo", dict(TEXT, chosen=5), "chosen is 5: expected a string, or a list of messages with a role"),
-    ("kto", dict(RATED, completion=said("a")[0]), "completion is {.*}: expected a string, or a list of messages with a role"),
+    ("kto", dict(RATED, completion=said("a")[0]), "completion is {.*}: expected a string, or a list of messages"),
     ("rloo", dict(prompt=["q"]), "prompt is ..q..: expected a string, or a list of messages"),
-    ("dpo", dict(TEXT, chosen=[{"from": "gpt"}]), "chosen is .{'from': 'gpt'}.: expected a string, or a list of messages"),
+    ("dpo", dict(TEXT, chosen=[{"from": "gpt"}]), "chosen is .{'from': 'gpt'}.: expected a string, or a list"),
     ("kto", dict(RATED, label="yes"), "label is 'yes': expected true, false, 1 or 0"),
     ("rloo", '{"prompt": ', "Expecting value")])
 def test_unreadable_rows_are_refused_by_number_in_a_short_sentence(load, script, bad, words):
