@@ -18,7 +18,8 @@ Shapes: B pairs in a batch; (B,) is one value per pair. w is the chosen answer y
 
 Metrics: loss, learning_rate, seconds, tokens_per_second, and
     rewards/chosen, rewards/rejected   β (log π − log π_ref) of an answer (simpo alone: per token)
-    rewards/margins, /accuracies       their difference; fraction of pairs where it is > 0, ties count 1/2
+    rewards/margins                    their difference
+    rewards/accuracies                 fraction of pairs where it is > 0, ties count 1/2
     logps/chosen, logps/rejected       log π(y|x)
     logratio, nll/chosen               |log π(y_w|x) − log π_ref(y_w|x)| and −log π(y_w|x), per token
     grad_norm, memory_gb               before clipping; peak of the GPU
@@ -460,6 +461,8 @@ def resolve(args: Args) -> Args:
         raise BadInput("--label_smoothing is for --loss sigmoid, and below 0.5")
     if not (args.lr > 0 and args.beta > 0 and args.epochs > 0):  # `not >` also catches NaN
         raise BadInput(f"--lr {args.lr:g}, --beta {args.beta:g}, --epochs {args.epochs:g}: must be above 0")
+    if args.lora_r == 0:
+        raise BadInput("--lora_r 0: at least 1; leave it out to train all weights")
     if args.steps < -1 or not (args.warmup >= 0 and args.max_grad_norm >= 0):
         raise BadInput("--steps must be at least -1, --warmup and --max_grad_norm at least 0")
     return args
@@ -925,11 +928,14 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
     """Refuses a folder that is not this run's. Restores its newest checkpoint, cuts the logs to its step, and
     returns it, or 0."""
     file = out / "args.json"
-    if file.exists() or any((out / log).exists() for log in LOGS):  # logs without args.json are not ours
-        saved = json.loads(file.read_text()) if file.exists() else {}
+    has_logs = any((out / log).exists() for log in LOGS)  # before file.exists(): args.json comes first
+    if file.exists():
+        saved = json.loads(file.read_text())
         differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
         if differing:
             raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
+    elif has_logs:
+        raise BadInput(f"{out} has logs, but not of a run of this script: name another --out")
 
     step = max(checkpoints(out), default=0)
     if step:

@@ -470,7 +470,7 @@ def resolve(args: Args) -> Args:
     if n_rewards == 0 or len(args.reward_weights) not in (0, n_rewards):
         raise BadInput("give --reward or --reward_model, and one of --reward_weights for each or none")
     if args.ref == "swap" and args.ref_model != args.model:
-        raise BadInput("--ref swap keeps the policy's own start: with --ref_model choose live")
+        raise BadInput("--ref swap holds the policy's own start: with --ref_model choose live")
 
     # Values that would turn learning off, or around.
     if args.k < 2 or args.updates_per_rollout < 1:
@@ -1086,11 +1086,14 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
     """Refuses a folder that is not this run's. Restores its newest checkpoint, cuts the logs to its step, and
     returns it, or 0."""
     file = out / "args.json"
-    if file.exists() or any((out / log).exists() for log in LOGS):  # logs without args.json are not ours
-        saved = json.loads(file.read_text()) if file.exists() else {}
+    has_logs = any((out / log).exists() for log in LOGS)  # before file.exists(): args.json comes first
+    if file.exists():
+        saved = json.loads(file.read_text())
         differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
         if differing:
             raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
+    elif has_logs:
+        raise BadInput(f"{out} has logs, but not of a run of this script: name another --out")
 
     step = max(checkpoints(out), default=0)
     if step:
