@@ -5,7 +5,7 @@
     python benchmarks/against_trl.py --data pairs.jsonl --baseline ../older    # this checkout against another one
     python benchmarks/against_trl.py --works dpo kto --steps 30 --rounds 1     # the losses of 30 steps
     python benchmarks/against_trl.py --shapes long --works long --steps 1 --rounds 1  # memory of RLOO at true length
-    python benchmarks/against_trl.py --model out/smollm2 --data hh_train.jsonl  # a real model, see demo/get_smollm2.py
+    python benchmarks/against_trl.py --model out/smollm2 --data hh_train.jsonl  # a real model, see demo/get_model.py
     python benchmarks/against_trl.py --tiny                                    # does it run?
 
 reference   log-probs of the frozen model. refcache: ReferenceCache.compute. trl: precompute_ref_log_probs of

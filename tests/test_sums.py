@@ -1,11 +1,11 @@
-"""demo/sums.py and demo/get_smollm2.py: data, reward and model of the README's hello world."""
+"""demo/sums.py and demo/get_model.py: data, reward and model of the README's hello world."""
 import json
 import runpy
 import subprocess
 import sys
 
 import pytest
-from runs import ROOT, read
+from runs import ROOT, TOKENIZER, read
 
 import rloo
 
@@ -28,10 +28,26 @@ def test_files_have_no_sum_in_both_and_right_answers(tmp_path):
     assert questions[""] and questions["_test"] and not questions[""] & questions["_test"]
 
 
+def test_gemma_needs_its_terms_to_be_accepted(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["get_model.py", "gemma3", str(tmp_path / "model")])
+    with pytest.raises(SystemExit, match="Gemma Terms of Use .*\n.*\n.*--accept_gemma_terms"):
+        runpy.run_path(str(ROOT / "demo/get_model.py"), run_name="__main__")
+
+
+def test_plain_template_ends_answers_and_keeps_prompts():
+    template = runpy.run_path(str(ROOT / "demo/get_model.py"))["PLAIN_TEMPLATE"]
+    chat = [{"role": "user", "content": "3 + 5?"}, {"role": "assistant", "content": "8"}]
+    prompt, whole = (
+        TOKENIZER.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=begins)
+        for messages, begins in ((chat[:1], True), (chat, False)))
+    assert prompt.endswith("User: 3 + 5?\nAssistant:") and whole == f"{prompt} 8{TOKENIZER.eos_token}\n"
+
+
 @pytest.mark.slow
 def test_rloo_teaches_sums_to_a_real_chat_model(tmp_path):
     folder = tmp_path / "smollm2"
-    made = subprocess.run([sys.executable, ROOT / "demo/get_smollm2.py", folder], capture_output=True, text=True)
+    command = [sys.executable, ROOT / "demo/get_model.py", "smollm2", folder]
+    made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"the model cannot be made here: {made.stderr[-300:]}")
     assert "The capital of France is Paris." in made.stdout
