@@ -241,7 +241,8 @@ def write_endless(model: str, folder: Path):
     tokenizer = dpo.load_tokenizer(model)
     tokenizer.eos_token = next(token for token in NEVER_DRAWN if token in tokenizer.get_vocab())
     tokenizer.save_pretrained(folder)
-    stops = transformers.GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    stops = transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     stops.save_pretrained(folder)
     for name in ("config.json", "model.safetensors"):
         (folder / name).symlink_to(Path(model, name).absolute())
