@@ -7,23 +7,25 @@ Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation
     python dpo.py  # the demo: offline, 10 s
     python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen  # your model, your data
 
-The reference π_ref is frozen: its log-probs are computed once, before the policy is loaded, and kept in a file.
-A killed run resumes if the same command is given again. docs/recipes.md has starting values for lr and β.
+The reference π_ref is frozen: its log-probs are computed once, before the policy is loaded, and kept in a
+file. A killed run resumes if the same command is given again. docs/recipes.md has values for lr and β.
 
-Data: rows `prompt, chosen, rejected`, or `chosen, rejected` with a common beginning; strings or chat messages:
+Data: `prompt, chosen, rejected`, strings or chat messages; or conversations, `chosen, rejected`:
 
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "chosen": [{"role": "assistant", "content": "4"}], ..}
 
 Shapes: B pairs in a batch; (B,) is one value per pair. w is the chosen answer y_w, l the rejected one, y_l.
 
-Metrics: loss | rewards/chosen, rewards/rejected: β (log π − log π_ref) of an answer (simpo alone: per token) |
-rewards/margins: their difference | rewards/accuracies: fraction of pairs where it is > 0, ties count 1/2 | logps/*:
-log π(y|x) | logratio: |log π(y_w|x) − log π_ref(y_w|x)| / |y_w| | nll/chosen: −log π of y_w per token | grad_norm:
-before clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of held-out pairs |
-eval_score: mean of --score | samples/distinct: how many of the sampled answers differ | samples/ended: fraction of
-them that end before max_new_tokens.
+Metrics: loss, learning_rate, seconds, tokens_per_second, and
+    rewards/chosen, rewards/rejected   β (log π − log π_ref) of an answer (simpo alone: per token)
+    rewards/margins, /accuracies       their difference; fraction of pairs where it is > 0, ties count 1/2
+    logps/chosen, logps/rejected       log π(y|x)
+    logratio, nll/chosen               |log π(y_w|x) − log π_ref(y_w|x)| and −log π(y_w|x), per token
+    grad_norm, memory_gb               before clipping; peak of the GPU
+    eval_*, eval_score                 of held-out pairs; the mean of --score
+    samples/distinct, samples/ended    different answers; fraction that ends before max_new_tokens
 
-Not here: tensor or pipeline parallelism, images, rows that are truncated instead of dropped.
+Not here: tensor or pipeline parallelism, images, truncated rows.
 """
 import hashlib
 import json
@@ -36,10 +38,11 @@ import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -49,18 +52,19 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 import tyro
-from filelock import FileLock
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from filelock import FileLock, Timeout
+from jinja2 import TemplateError
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from refcache import (
-    BadInput, ReferenceCache, Swap, all_gather, all_reduce, apply_fsdp, barrier, check_agreement, checkpoint_digest,
-    completion_logprobs, context_length, count_tokens, enable_shared_prompts, full_tensor, is_first_process, log_ratios,
-    micro_batches, names_in_float32, process_count, process_group, progress_bar, reference_logprobs, sum_tokens,
-    to_device, unsharded, unwrap_model, write_whole)
+    BadInput, ReferenceCache, Swap, all_gather, all_reduce, apply_fsdp, barrier, check_agreement,
+    checkpoint_digest, completion_logprobs, context_length, count_tokens, enable_shared_prompts, full_tensor,
+    is_first_process, log_ratios, micro_batches, names_in_float32, process_count, process_group, process_rank,
+    progress_bar, reference_logprobs, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -70,12 +74,24 @@ DEMO = dict(
     score=f"{HERE}/demo/score.py:success",
     lr=2e-4,
 )
-Loss = Literal["sigmoid", "hinge", "ipo", "sigmoid_norm", "apo_zero", "simpo", "sft"]
+Loss = Literal[
+    "sigmoid",
+    "ipo",
+    "rpo_sq",
+    "rpo_fwd_kl",
+    "rpo_bwd_kl",
+    "sigmoid_norm",
+    "apo_zero",
+    "simpo",
+    "sft",
+]
+TOKENS = {}  # id -> id, see as_tuple
+ENDINGS = (".jsonl", ".json", ".csv", ".parquet")  # of files
+LOGS = ("metrics.jsonl", "samples.jsonl")
 NO_REFERENCE = {"simpo", "sft"}  # losses that need no reference
-TOKENS = {}  # id -> id: with one object for equal ids the data takes 8 bytes per token instead of 36
-MAY_CHANGE = ("out ref_cache wandb tokens_per_forward gradient_checkpointing save_every eval_every "
-              "chat_template_kwargs").split()  # flags that may differ when a run is resumed
-SMALLEST = Counter(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, max_new_tokens=1)  # or 0
+MAY_CHANGE = {  # flags that may differ when a run is resumed
+    "out", "ref_cache", "wandb", "tokens_per_forward", "gradient_checkpointing", "save_every", "eval_every",
+    "chat_template_kwargs"}
 
 
 @dataclass
@@ -84,28 +100,29 @@ class Args:
     data: str | None = None  # pairs: .jsonl .json .csv .parquet, or hub data NAME[:CONFIG][:SPLIT]
     eval_data: str | None = None  # held-out pairs; None: they are split off --data
     eval_size: int = 128  # number of prompts that are split off --data, at most a tenth of them
-    chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # such as enable_thinking False
+    chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # enable_thinking False
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
     out: str | None = None  # folder of the run; None: out/dpo, or out/dpo-2 if that is finished
 
-    ref: Literal["cache", "swap", "live", "none"] = "cache"  # the reference: cached, swapped in, on the GPU, or none
-    ref_model: str | None = None  # the reference; None: the policy before training
+    ref: Literal["cache", "swap", "live", "none"] = "cache"  # the reference: cached, swapped in, on the GPU
+    ref_model: str | None = None  # the reference, for cache and live; None: the policy before training
     ref_cache: str | None = None  # file of reference log-probs, which runs can share; None: a file in --out
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: alpha = 2 r
-    lora_target: tuple[str, ...] = ()  # names of the layers with an adapter: q_proj v_proj; empty: all linear layers
+    lora_target: tuple[str, ...] = ()  # names of the layers with an adapter: q_proj v_proj; empty: all linear
 
-    loss: tuple[Loss, ...] = ("sigmoid",)  # sigmoid is DPO; several losses are summed
-    loss_weights: tuple[float, ...] = ()  # one weight per loss; empty: all are 1
+    loss: tuple[Loss, ...] = ("sigmoid",)  # sigmoid is DPO; several losses are summed: sigmoid sft
+    loss_weights: tuple[float, ...] = ()  # one weight per loss: 1 0.2; empty: all are 1
     beta: float = 0.1  # strength of the KL penalty; sigmoid_norm needs about 5, simpo 2
     label_smoothing: float = 0.0  # assumed fraction of flipped labels, for sigmoid (cDPO)
     simpo_gamma: float = 0.5  # simpo's target margin
+    rpo_eta: float = 1.0  # rpo's target margin per unit of chosen_reward - rejected_reward
 
     epochs: float = 1.0  # passes over the data
     steps: int = -1  # optimizer steps; -1: as many as --epochs needs; 0: only fill the cache
     batch_size: int = 32  # pairs per optimizer step
-    lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4; see docs/recipes.md
+    lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5; see docs/recipes.md
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
     warmup: float = 0.1  # steps in which the learning rate rises; below 1: their fraction of all steps
     weight_decay: float = 0.0
@@ -120,16 +137,17 @@ class Args:
     eval_every: int | None = None  # steps between evaluations; None: only before and after training
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # tokens per such answer
-    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> a number for each such answer
+    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> a number per answer
     wandb: bool = False  # log to Weights & Biases, in the project of $WANDB_PROJECT
 
 
 # ---- The loss --------------------------------------------------------
 
 class Row(NamedTuple):
-    prompt: tuple[int, ...]  # token ids
+    prompt: tuple[int, ...]  # token ids, which get no loss
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
+    rewards: tuple[float, float]  # of chosen and rejected, for rpo
     whole_prompt: tuple[int, ...]  # the prompt tokenized alone; longer than `prompt` if a token spans its end
     columns: dict  # the row of the file, for --score; else empty
 
@@ -138,43 +156,56 @@ class Batch(NamedTuple):
     """B pairs, (B,) each. Log-probs and log-ratios are sums over the tokens of an answer."""
     logp_w: torch.Tensor  # log π(y_w|x)
     logp_l: torch.Tensor
-    ratio_w: torch.Tensor  # log π(y_w|x) − log π_ref(y_w|x)
+    ratio_w: torch.Tensor  # log π(y_w|x) − log π_ref(y_w|x); without a reference log π(y_w|x)
     ratio_l: torch.Tensor
     len_w: torch.Tensor  # |y_w| in tokens
     len_l: torch.Tensor
+    reward_w: torch.Tensor  # of the data, for rpo
+    reward_l: torch.Tensor
 
 
-def preference_loss(name: str, logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, *, beta=0.1, label_smoothing=0.0,
-                    simpo_gamma=0.5) -> torch.Tensor:
-    """The loss of every pair, (B,), in float32. The tensors are the fields of a Batch, in their order:
-    preference_loss("ipo", logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, beta=0.1).mean()"""
-    eps = label_smoothing
-    log_sigma = F.logsigmoid
+def preference_loss(name: str, batch: Batch, args: Args) -> torch.Tensor:
+    """The loss of every pair, (B,), in float32."""
+    logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, reward_w, reward_l = batch
+    beta, eps, log_sigma = args.beta, args.label_smoothing, F.logsigmoid
     margin = beta * (ratio_w - ratio_l)  # the argument of σ in equation 7
+    target = args.rpo_eta * (reward_w - reward_l)  # of rpo
 
     match name:
         case "sigmoid":  # DPO, equation 7 if eps = 0
             return -(1 - eps) * log_sigma(margin) - eps * log_sigma(-margin)
-        case "hinge":  # SLiC, arXiv:2305.10425; RSO, arXiv:2309.06657
-            return torch.relu(1 - margin)
         case "ipo":  # arXiv:2310.12036, equation 17, per token
             return (ratio_w / len_w - ratio_l / len_l - 1 / (2 * beta)) ** 2
+        case "rpo_sq":  # reward-aware preference optimization, arXiv:2406.11704, as in NeMo-Aligner
+            return (margin - target) ** 2
+        case "rpo_fwd_kl":
+            return kl_of_sigmoids(margin, target)
+        case "rpo_bwd_kl":
+            return kl_of_sigmoids(target, margin)
         case "sigmoid_norm":  # arXiv:2411.15124, equation 6
             return -log_sigma(beta * (ratio_w / len_w - ratio_l / len_l))
         case "apo_zero":  # arXiv:2408.06266
             return 1 - torch.sigmoid(beta * ratio_w) + torch.sigmoid(beta * ratio_l)
         case "simpo":  # arXiv:2405.14734, equation 6
-            return -log_sigma(beta * (logp_w / len_w - logp_l / len_l) - simpo_gamma)
+            return -log_sigma(beta * (logp_w / len_w - logp_l / len_l) - args.simpo_gamma)
         case "sft":  # a term to add to others: mean over pairs of means over tokens. TRL: over all tokens
             return -logp_w / len_w
+        case _:
+            raise ValueError(f"no loss is named {name}")
+
+
+def kl_of_sigmoids(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) of two answers to one question, where p = σ(x) and q = σ(y) are the probabilities of yes."""
+    yes = torch.sigmoid(x) * (F.logsigmoid(x) - F.logsigmoid(y))
+    no = torch.sigmoid(-x) * (F.logsigmoid(-x) - F.logsigmoid(-y))
+    return yes + no
 
 
 def weighted_loss(batch: Batch, args: Args) -> torch.Tensor:
     """The sum of the losses of --loss for every pair, (B,)."""
-    flags = dict(beta=args.beta, label_smoothing=args.label_smoothing, simpo_gamma=args.simpo_gamma)
     weights = args.loss_weights or [1.0] * len(args.loss)
-    losses = [preference_loss(name, *batch, **flags) for name in args.loss]
-    return sum(weight * loss for weight, loss in zip(weights, losses))
+    losses = [preference_loss(name, batch, args) for name in args.loss]
+    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
 
 
 def metrics(batch: Batch, args: Args) -> dict[str, torch.Tensor]:
@@ -199,51 +230,53 @@ def metrics(batch: Batch, args: Args) -> dict[str, torch.Tensor]:
 
 # ---- A batch ---------------------------------------------------------
 
-def groups(rows: list[Row]) -> list:
+def groups_of(rows: list[Row]) -> list:
     """The rows as refcache takes them: [(prompt, [completion, completion]), ..]"""
     return [(row.prompt, [row.chosen, row.rejected]) for row in rows]
 
 
-def measure(policy, rows: list[Row], ref_logps) -> Batch:
-    """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs; None: all are 0."""
-    logps = completion_logprobs(policy, groups(rows))  # for each pair, [(|y_w|,), (|y_l|,)]
-    ratios = log_ratios(logps, groups(rows), ref_logps)
+def compute_batch(policy, rows: list[Row], ref_logps) -> Batch:
+    """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs; None: all 0."""
+    groups = groups_of(rows)
+    logps = completion_logprobs(policy, groups)  # for each pair, [(|y_w|,), (|y_l|,)]
+    ratios = log_ratios(logps, groups, ref_logps)
+    lengths = [(len(row.chosen), len(row.rejected)) for row in rows]
+    rewards = [row.rewards for row in rows]
 
     logp_w, logp_l = sum_tokens(logps).unbind(dim=1)  # (B, 2) -> (B,), (B,)
     ratio_w, ratio_l = sum_tokens(ratios).unbind(dim=1)
-    lengths = [(len(row.chosen), len(row.rejected)) for row in rows]
     len_w, len_l = to_device(lengths, logp_w.device).unbind(dim=1)
-    return Batch(logp_w, logp_l, ratio_w, ratio_l, len_w, len_l)
+    reward_w, reward_l = to_device(rewards, logp_w.device).float().unbind(dim=1)
+    return Batch(logp_w, logp_l, ratio_w, ratio_l, len_w, len_l, reward_w, reward_l)
 
 
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
-    """Mean metrics of a batch. The processes divide its micro-batches. With `train`, adds the gradient of the loss."""
-    totals = Counter(loss=0.0)
-    for indices, weight in micro_batches(policy, groups(rows), args.tokens_per_forward):
-        micro = [rows[i] for i in indices]
-        scale = weight / len(rows)
+    """Mean metrics of a batch. The processes divide its micro-batches. With `train`, adds the gradient."""
+    sums = Counter()
+    for indices, weight in micro_batches(policy, groups_of(rows), args.tokens_per_forward):
+        scale = weight / len(rows)  # the parts of all micro-batches add up to the mean over the batch
         with torch.set_grad_enabled(train):
-            batch = measure(policy, micro, ref_logps)
-            losses = weighted_loss(batch, args)
-            loss = losses.sum() * scale  # the parts of all micro-batches add up to the mean over the batch
+            batch = compute_batch(policy, [rows[i] for i in indices], ref_logps)
+            loss = weighted_loss(batch, args).sum() * scale
         if train:
             loss.backward()
 
+        sums["loss"] += loss.detach()
         for name, value in metrics(batch, args).items():
-            totals[name] += value.detach().sum() * scale
-        totals["loss"] += loss.detach()
+            sums[name] += value.detach().sum() * scale
 
-    means = all_reduce(torch.stack(list(totals.values())))
-    return dict(zip(totals, means.tolist()))
+    means = all_reduce(torch.stack(list(sums.values())))
+    return dict(zip(sums, means.tolist()))
 
 
-def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]:
-    """Mean metrics of held-out rows."""
+def evaluate(policy, tokenizer, rows: list[Row], reference, score, step: int, out: Path, args: Args) -> dict:
+    """Mean metrics of held-out rows, and of answers to their prompts."""
     if not rows:
         return {}
-    ref_logps = reference_logprobs(reference, groups(rows), args.tokens_per_forward)
+    values = write_samples(policy, tokenizer, rows, score, step, out, args)
+    ref_logps = reference_logprobs(reference, groups_of(rows), args.tokens_per_forward)
     means = run_batch(policy, rows, ref_logps, args, train=False)
-    return {f"eval_{name}": value for name, value in means.items()}
+    return values | {f"eval_{name}": value for name, value in means.items()}
 
 
 # ---- Training --------------------------------------------------------
@@ -251,11 +284,17 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     with process_group():
-        args = replace(args, **all_gather(vars(resolve(args)))[0])  # the first process's flags, sent as a dict
-        out = Path(args.out).absolute()  # a user's function may change the working directory
+        args = resolve(args)
+        out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
-        with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():
-            return train(args, out)
+        try:
+            with FileLock(out / f".lock-{process_rank()}", timeout=0):
+                return train(args, out)
+        except Timeout:
+            raise BadInput(f"{out} is used by a run that has not ended: name another --out") from None
+        except KeyboardInterrupt:
+            last_step = max(checkpoints(out), default=0)
+            raise KeyboardInterrupt(f"stopped: the same command continues after step {last_step}") from None
 
 
 def train(args: Args, out: Path) -> list[dict]:
@@ -267,7 +306,9 @@ def train(args: Args, out: Path) -> list[dict]:
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].chosen), sep="|")
 
     batch_size = min(args.batch_size, len(train_rows))
-    steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps == -1 else args.steps
+    steps = args.steps
+    if steps == -1:
+        steps = math.ceil(args.epochs * len(train_rows) / batch_size)
     ordered_rows = rows_in_order(train_rows, steps * batch_size, args.seed)
     print(f"{steps} steps of {batch_size} pairs, lr {args.lr:g}, reference: {args.ref}")
 
@@ -282,11 +323,12 @@ def train(args: Args, out: Path) -> list[dict]:
     # The reference comes first, so that memory never holds both models.
     reference = None
     if args.ref == "cache":
-        reference = ReferenceCache(name=args.ref_model, reference=run["ref_model's weights"], dtype=args.dtype)
+        digest = run["ref_model's weights"]
+        reference = ReferenceCache(name=args.ref_model, reference=digest, dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
         scored = (ordered_rows or train_rows) + eval_rows  # --steps 0 fills the cache with all rows
-        # It loads the reference model, scores what the file lacks, saves it there, and frees the model.
-        reference.fill(lambda: load_model(args.ref_model, device, args), groups(scored), args.tokens_per_forward, path)
+        load = partial(load_model, args.ref_model, device, args)
+        reference.fill(load, groups_of(scored), args.tokens_per_forward, path)  # frees what it has loaded
     if steps == 0:
         return []
 
@@ -294,59 +336,55 @@ def train(args: Args, out: Path) -> list[dict]:
     policy = load_model(args.model, device, args, trains=True)
     if args.ref == "live":
         reference = nullcontext(load_model(args.ref_model, device, args))
-    elif args.ref not in ("cache", "none"):  # swap; a misspelled word must not mean no reference
-        other = load_model(args.ref_model, "cpu", args) if args.ref_model != args.model else None
-        reference = Swap(policy, other)
+    elif args.ref == "swap":
+        reference = Swap(policy)
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     matrices = [weight for weight in weights if weight.dim() > 1]
     vectors = [weight for weight in weights if weight.dim() <= 1]  # norms and biases do not decay
     optimizer = torch.optim.AdamW([
         {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ], lr=0.0, fused=True)  # the loop sets lr
+        {"params": vectors, "weight_decay": 0.0}], fused=True)  # the loop sets lr
 
-    state = training_state(policy, optimizer)  # what a checkpoint holds
-    last_step = restore_checkpoint(out, run, state)
+    last_step = restore_checkpoint(out, run, policy, optimizer)
     if last_step == 0:
-        values = {"step": 0} | write_samples(policy, tokenizer, eval_rows, score, 0, out, args)
-        values |= evaluate(policy, eval_rows, reference, args)
-        log_metrics(out, values, args)
+        values = {"step": 0} | evaluate(policy, tokenizer, eval_rows, reference, score, 0, out, args)
+        append(out / "metrics.jsonl", [values], args.wandb)
 
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = ordered_rows[(step - 1) * batch_size:step * batch_size]
-        ref_logps = reference_logprobs(reference, groups(rows), args.tokens_per_forward)
-        values = {"step": step} | run_batch(policy, rows, ref_logps, args, train=True)  # calls loss.backward()
+        ref_logps = reference_logprobs(reference, groups_of(rows), args.tokens_per_forward)
+        values = {"step": step}
+        values |= run_batch(policy, rows, ref_logps, args, train=True)  # calls loss.backward()
         if step == 1 and args.ref != "none" and args.ref_model == args.model:
             check_agreement(values["logratio"], args.dtype)
 
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
+        values["grad_norm"] = full_tensor(grad_norm).item()
         values["learning_rate"] = learning_rate(step, steps, args)
         for group in optimizer.param_groups:
             group["lr"] = values["learning_rate"]
         optimizer.step()
         optimizer.zero_grad()
 
-        values["grad_norm"] = full_tensor(grad_norm).item()
         weight_norm = full_tensor(torch.nn.utils.get_total_norm(weights)).item()
         if not math.isfinite(values["loss"] + values["grad_norm"] + weight_norm):
             raise BadInput(f"step {step}: loss, gradient or weights are not finite: lower --lr")
 
         values["seconds"] = time.monotonic() - began
-        values["tokens_per_second"] = count_tokens(groups(rows)) / values["seconds"]
+        values["tokens_per_second"] = count_tokens(groups_of(rows)) / values["seconds"]
         values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak, 0 on a CPU
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
-            values |= write_samples(policy, tokenizer, eval_rows, score, step, out, args)
-            values |= evaluate(policy, eval_rows, reference, args)
-        log_metrics(out, values, args)
+            values |= evaluate(policy, tokenizer, eval_rows, reference, score, step, out, args)
+        append(out / "metrics.jsonl", [values], args.wandb)
 
         if args.save_every and (step == steps or step % args.save_every == 0):
-            save_checkpoint(out, step, state)
-        progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
+            save_checkpoint(out, step, policy, optimizer)
+        progress.set_postfix({name: values[name] for name in ("loss", "tokens_per_second")}, refresh=False)
 
     save_model(policy, tokenizer, out, args)
     return report(out)
@@ -364,6 +402,8 @@ def rows_in_order(rows: list[Row], n: int, seed: int) -> list[Row]:
 def learning_rate(step: int, steps: int, args: Args) -> float:
     """Linear warmup to --lr, then constant, or falling to 0 at steps + 1."""
     warmup_steps = round(args.warmup * steps) if args.warmup < 1 else args.warmup
+    if warmup_steps > steps:
+        raise BadInput(f"--warmup {args.warmup:g}: the run has only {steps} steps")
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
     remaining = (steps - step + 1) / (steps - warmup_steps)
@@ -380,63 +420,78 @@ def resolve(args: Args) -> Args:
         torch.set_num_threads(1)  # the demo's tiny model gains nothing from more
         unset = {flag: value for flag, value in DEMO.items() if vars(args)[flag] is None}
     args = replace(args, **unset)
+    if not (args.model and args.data):
+        raise BadInput("give both --model and --data, or neither for the demo")
 
-    for flag, value in vars(args).items():
-        if isinstance(value, (int, float)) and not value >= SMALLEST[flag]:  # `not >=` also catches NaN
-            raise BadInput(f"--{flag} {value} is below {SMALLEST[flag]}")
-
+    # Absolute paths: a user's function may change the working directory.
+    args.model = find_path(args.model, "--model")
+    args.ref_model = find_path(args.ref_model or args.model, "--ref_model")
+    args.data = find_path(args.data, "--data")
+    args.eval_data = find_path(args.eval_data, "--eval_data")
+    args.ref_cache = args.ref_cache and os.path.abspath(os.path.expanduser(args.ref_cache))
     if args.out is None:
         args.out, n = "out/dpo", 1
         while Path(args.out, "model").exists():
             n += 1
             args.out = f"out/dpo-{n}"
+    args.out = os.path.abspath(os.path.expanduser(args.out))
+    if Path(args.out, "model").exists():
+        raise BadInput(f"{args.out} holds a finished run: name another --out")
 
-    is_adapter = args.model and base_of(args.model) != args.model
-    mistakes = {
-        "give both --model and --data, or neither for the demo": not (args.model and args.data),
-        "give one of --loss_weights for each --loss, or none": len(args.loss_weights) not in (0, len(args.loss)),
-        "--label_smoothing is for --loss sigmoid": args.label_smoothing and "sigmoid" not in args.loss,
-        "--lora_alpha and --lora_target need --lora_r": not args.lora_r and (args.lora_alpha or args.lora_target),
-        "--lora_r makes a new adapter, but --model is one": args.lora_r and is_adapter,
-        f"{args.out} holds a finished run: name another --out": Path(args.out, "model").exists(),
-    }
-    for sentence, is_made in mistakes.items():
-        if is_made:
-            raise BadInput(sentence)
-
-    if set(args.loss) <= NO_REFERENCE:
-        args.ref = "none"
+    is_adapter = base_of(args.model) != args.model
+    if args.lora_r and is_adapter:
+        raise BadInput("--lora_r makes a new adapter, but --model is one")
+    if (args.lora_alpha or args.lora_target) and not args.lora_r:
+        raise BadInput("--lora_alpha and --lora_target need --lora_r")
     if args.dtype == "auto":
         args.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if args.lr is None:
         args.lr = 1e-5 if args.lora_r or is_adapter else 1e-6
-    args.ref_model = args.ref_model or args.model
     args.max_length = min(args.max_length, context_length(AutoConfig.from_pretrained(base_of(args.model))))
+
+    if set(args.loss) <= NO_REFERENCE:
+        args.ref = "none"
+    if args.ref not in ("cache", "swap", "live", "none"):
+        raise BadInput(f"--ref {args.ref}: cache, swap, live or none")  # misspelled, it must not mean none
+    if args.ref == "swap" and args.ref_model != args.model:
+        raise BadInput("--ref swap holds the policy's own start: with --ref_model choose cache or live")
+    if len(args.loss_weights) not in (0, len(args.loss)):
+        raise BadInput("give one of --loss_weights for each --loss, or none")
+
+    # Values that would turn learning off, or around.
+    if args.label_smoothing and ("sigmoid" not in args.loss or not 0 < args.label_smoothing < 0.5):
+        raise BadInput("--label_smoothing is for --loss sigmoid, and below 0.5")
+    if not (args.lr > 0 and args.beta > 0 and args.epochs > 0):  # `not >` also catches NaN
+        raise BadInput(f"--lr {args.lr:g}, --beta {args.beta:g}, --epochs {args.epochs:g}: must be above 0")
+    if args.steps < -1 or not (args.warmup >= 0 and args.max_grad_norm >= 0):
+        raise BadInput("--steps must be at least -1, --warmup and --max_grad_norm at least 0")
     return args
 
 
 # ---- Answers to held-out prompts -------------------------------------
 
-def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Path, args: Args) -> dict[str, float]:
-    """Writes answers to held-out prompts to samples.jsonl. Returns metrics of them, such as the mean of --score."""
+def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Path, args: Args) -> dict:
+    """Writes answers to held-out prompts to samples.jsonl. Returns metrics, such as the mean of --score."""
+    # One row for each prompt that leaves room for an answer.
     longest = context_length(policy.config) - args.max_new_tokens
-    one_per_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
-    rows = list(one_per_prompt.values())[:args.samples]
+    row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
+    rows = list(row_of_prompt.values())[:args.samples]
     if not rows:
         return {}
 
     prompts = [row.whole_prompt for row in rows]
     answers = generate(policy, tokenizer, prompts, args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines = [dict(step=step, prompt=tokenizer.decode(ids), completion=text) for ids, text in zip(prompts, texts)]
     n_ended = sum(len(answer) < args.max_new_tokens for answer in answers)
     values = {"samples/distinct": len(set(texts)), "samples/ended": n_ended / len(answers)}
 
+    scores = [None] * len(rows)
     if score:
         scores = score_answers(score, rows, texts, args)
-        values["eval_score"] = float(np.nanmean(scores))
-        for line, value in zip(lines, scores):
-            line["score"] = None if math.isnan(value) else value
+        values["eval_score"] = float(np.mean([value for value in scores if value is not None]))
+    lines = []
+    for prompt, text, value in zip(prompts, texts, scores):
+        lines.append(dict(step=step, prompt=tokenizer.decode(prompt), completion=text, score=value))
     append(out / "samples.jsonl", lines)
     return values
 
@@ -446,20 +501,24 @@ def generate(policy, tokenizer, prompts: list[tuple], args: Args) -> list[tuple]
     """Token ids of one sample for each prompt, at temperature 1, without its stop token."""
     core = unwrap_model(policy)
     own_config = core.generation_config
-    stops = {tokenizer.eos_token_id, *np.atleast_1d(own_config.eos_token_id).tolist()} - {None}  # a number, list, None
-    core.generation_config = GenerationConfig()  # else generate() would apply a repetition_penalty, min_p, ..
+    own_stops = np.atleast_1d(own_config.eos_token_id).tolist()  # of a number, a list or None
+    stops = {tokenizer.eos_token_id, *own_stops} - {None}
+    core.generation_config = GenerationConfig()  # else generate() would use repetition_penalty, min_p, ..
 
     answers = []
-    with unsharded(policy):
-        for start in progress_bar(range(0, len(prompts), 64), desc="answer", delay=1):  # fixed: no flag changes samples
-            prompt_ids = [torch.tensor(prompt) for prompt in prompts[start:start + 64]]
-            ids = pad_sequence(prompt_ids, batch_first=True, padding_value=-1, padding_side="left").to(policy.device)
-            sampled = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
-                                    max_new_tokens=args.max_new_tokens, eos_token_id=sorted(stops), pad_token_id=0)
-            for row in sampled[:, ids.shape[1]:].tolist():
-                answers.append(tuple(takewhile(lambda token: token not in stops, row)))
-
-    core.generation_config = own_config
+    try:
+        with unsharded(policy):
+            for start in progress_bar(range(0, len(prompts), 64), desc="answer", delay=1):
+                ids = [torch.tensor(prompt) for prompt in prompts[start:start + 64]]
+                ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
+                ids = ids.to(policy.device)
+                sampled = core.generate(
+                    ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
+                    max_new_tokens=args.max_new_tokens, eos_token_id=sorted(stops), pad_token_id=0)
+                for row in sampled[:, ids.shape[1]:].tolist():
+                    answers.append(tuple(takewhile(lambda token: token not in stops, row)))
+    finally:
+        core.generation_config = own_config
     return answers
 
 
@@ -470,8 +529,8 @@ def load_function(spec: str):
     return runpy.run_path(file)[name]
 
 
-def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[float]:
-    """What --score returns for answers to the prompts of these rows: a number for each, NaN for None."""
+def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[float | None]:
+    """What --score returns for answers to the prompts of these rows. It is called as TRL calls a reward."""
     names = set().union(*(row.columns for row in rows))
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     prompts = columns.pop("prompt")
@@ -479,9 +538,10 @@ def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[
         texts = [[{"role": "assistant", "content": text}] for text in texts]
 
     values = score(prompts=prompts, completions=texts, **columns)
-    if isinstance(values, (dict, set, str)) or len(values) != len(texts):
+    values = list(values) if isinstance(values, Iterator) else values
+    if isinstance(values, dict | set | str) or len(values) != len(texts):
         raise BadInput(f"{args.score} returned {str(values)[:99]}: expected {len(texts)} numbers or None")
-    return [math.nan if value is None else float(value) for value in values]
+    return [None if value is None else float(value) for value in values]
 
 
 def report(out: Path) -> list[dict]:
@@ -490,12 +550,16 @@ def report(out: Path) -> list[dict]:
     samples = [json.loads(line) for line in (out / "samples.jsonl").open()]
     now = [sample for sample in samples if sample["step"] == history[-1]["step"]]
     for old, new in zip(samples[:3], now):  # their prompts are the same
-        print(f"prompt  {new['prompt'][-80:]!r}")  # its end, which is answered
-        print(f"before  {old['completion'][:100]!r}\nnow     {new['completion'][:100]!r}")
+        prompt = new["prompt"]
+        print("prompt ", repr(prompt if len(prompt) <= 80 else "…" + prompt[-79:]))  # its end is answered
+        print("before ", repr(old["completion"][:100]))
+        print("now    ", repr(new["completion"][:100]))
 
     print(f"{'held out':31} before      now")
-    for name, before in list(history[0].items())[1:]:  # all but the step
-        print(f"{name:30} {before:8.3f} {history[-1][name]:8.3f}")
+    for name in list(history[0])[1:]:  # all but the step
+        values = [history[0][name], history[-1].get(name)]
+        cells = [f"{value:8.3f}" if isinstance(value, int | float) else str(value) for value in values]
+        print(f"{name:30}", *cells)
     print(f"see {out}")
     return history
 
@@ -514,7 +578,9 @@ def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
         eval_rows = [row for row in rows if row.whole_prompt in held_out]
         rows = [row for row in rows if row.whole_prompt not in held_out]
 
-    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out")
+    trained = {row.whole_prompt for row in rows}
+    n_trained = sum(row.whole_prompt in trained for row in eval_rows)
+    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out, {n_trained} of these with a trained prompt")
     return rows, eval_rows
 
 
@@ -522,16 +588,22 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     """The rows of a file or of hub data. Rows that cannot be trained on are dropped and counted."""
     rows = []
     counts = Counter(rows=0)
-    for number, columns in enumerate(progress_bar(read_rows(source), desc="tokenize"), 1):
-        try:
-            row = encode(columns, tokenizer, args, counts)
-        except Exception as error:
-            raise BadInput(f"{source}, row {number}: {error!r} in {str(columns)[:300]}") from error
+    for columns, (prompt, with_chosen, with_rejected) in tokenize_rows(source, tokenizer, args, counts):
+        # The prompt gets no loss. It ends where the three sequences begin to differ.
+        end = common_length(prompt, with_chosen, with_rejected)
+        if end < len(prompt):
+            counts["whose prompt ends early: a token spans its end, or the template changes it"] += 1
 
-        counts["rows"] += 1
-        answers = tokenizer.batch_decode([row.chosen, row.rejected], skip_special_tokens=True)
-        if not row.prompt or not all(map(str.strip, answers)):
-            counts["dropped: an empty prompt or answer"] += 1
+        row = Row(
+            prompt=prompt[:end],
+            chosen=with_chosen[end:],
+            rejected=with_rejected[end:],
+            rewards=(float(columns.get("chosen_reward", 0)), float(columns.get("rejected_reward", 0))),
+            whole_prompt=prompt,
+            columns=columns if args.score else {},
+        )
+        if not (row.prompt and row.chosen and row.rejected) or row.chosen == row.rejected:
+            counts["dropped: equal answers, or one that begins the other"] += 1
         elif len(row.prompt) + max(len(row.chosen), len(row.rejected)) > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
         else:
@@ -543,92 +615,170 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     return rows
 
 
+def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
+    """Yields the columns of each row, and token ids of its texts: the prompt, and the prompt with each answer."""
+    plain = tokenizer("a", add_special_tokens=False).input_ids
+    full = tokenizer("a").input_ids
+    bos = as_tuple(full[:full.index(plain[0])]) if plain else ()  # what the tokenizer puts before a text
+
+    lines = iter(progress_bar(read_rows(source), desc="tokenize"))
+    while batch := list(islice(lines, 350)):
+        rendered = []
+        for line in batch:
+            counts["rows"] += 1
+            try:
+                columns = json.loads(line) if isinstance(line, str) else line
+                rendered += render(columns, tokenizer, args, counts)
+            except (ValueError, TypeError, TemplateError) as error:
+                raise BadInput(f"{source}, row {counts['rows']}: {error}") from error
+
+        # One call for about 1,000 texts, which the tokenizer divides over the cores.
+        texts = chain(*(texts for _, texts in rendered))
+        all_ids = iter(tokenizer([*texts, ""], add_special_tokens=False, verbose=False).input_ids)
+        for columns, texts in rendered:
+            sequences = [as_tuple(next(all_ids)) for _ in texts]
+            if isinstance(columns["prompt"], str):  # a chat template writes BOS
+                sequences = [ids if ids[:len(bos)] == bos else bos + ids for ids in sequences]
+            yield columns, sequences
+
+
 def read_rows(source: str):
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line."""
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. Those of JSON Lines are lines."""
     ending = Path(source).suffix
     if ending == ".jsonl":
-        text = Path(source).read_text(encoding="utf-8-sig")
-        return [line for line in text.split("\n") if line.strip()]
+        with open(source, encoding="utf-8-sig") as file:
+            return [line for line in file if line.strip()]
 
     import datasets
-    if ending in (".json", ".csv", ".parquet"):
+    if ending in ENDINGS:
         return datasets.load_dataset(ending[1:], data_files=source, split="train")
-    name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
+    names, bracket, part = source.partition("[")  # a split may be a slice, train[:1000]
+    name, *config = names.split(":")
     split = config.pop() if config else "train"
-    return datasets.load_dataset(name, *config, split=split)
+    return datasets.load_dataset(name, *config, split=split + bracket + part)
 
 
-def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> Row:
-    """Tokenizes a row of the data, a dict or a line of JSON. `counts` says what is unusual about the rows."""
-    if isinstance(columns, str):
-        columns = json.loads(columns)
-    prompt, answers = split_prompt(columns, counts)
+def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]:
+    """[(columns, texts)] of a row: the prompt, and the prompt with each answer. [] if one of them is empty."""
+    columns = {name: without_nulls(value) for name, value in columns.items()}
+    prompt, *answers = split_prompt(columns)
+    if any(not "".join(texts_in(part)).strip() for part in (prompt, *answers)):
+        counts["dropped: an empty prompt or answer"] += 1
+        return []
+    columns["prompt"] = prompt
 
-    # The texts of the prompt, and of the prompt with each answer. Strings end with EOS, chats as their template says.
-    bos = []
-    if isinstance(prompt, str):
+    if isinstance(prompt, str):  # strings end with EOS, chats as their template ends them
         eos = tokenizer.eos_token
-        texts = [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
-        full = tokenizer("a").input_ids
-        plain = tokenizer("a", add_special_tokens=False).input_ids
-        bos = full[:full.index(plain[0])]  # what the tokenizer puts before a text
+        if not eos:
+            raise ValueError("strings need an EOS token, which this tokenizer has not")
         if tokenizer.chat_template:
             counts["strings, without the chat template; see demo/prepare_chat.py"] += 1
-    else:
-        options = args.chat_template_kwargs | (columns.get("chat_template_kwargs") or {})
-        render = partial(tokenizer.apply_chat_template, tokenize=False, tools=columns.get("tools"), **options)
-        texts = [render(prompt, add_generation_prompt=True)] + [render(prompt + answer) for answer in answers]
+        return [(columns, [prompt, *(prompt + answer.removesuffix(eos) + eos for answer in answers)])]
 
-        for answer, text in zip(answers, texts[1:]):
-            if any(name not in str(tokenizer.chat_template) for name in chain(*answer)):  # keys of its messages
-                counts["answers with columns that the template ignores"] += 1
-            if not text.startswith(texts[0]):
-                counts["answers whose prompt the template changes"] += 1
-
-    all_ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-    all_ids = [ids if ids[:len(bos)] == bos else bos + ids for ids in all_ids]
-    whole_prompt, with_chosen, with_rejected = [tuple(map(TOKENS.setdefault, ids, ids)) for ids in all_ids]
-
-    # The prompt is the part that all three share. Its end may differ: a token spans it, or the template changes it.
-    begin = len(os.path.commonprefix(all_ids))
-    columns = (columns | {"prompt": prompt}) if args.score else {}
-    return Row(whole_prompt[:begin], with_chosen[begin:], with_rejected[begin:], whole_prompt, columns)
+    tools = columns.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    options = args.chat_template_kwargs | (columns.get("chat_template_kwargs") or {})
+    apply_template = partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+    texts = [apply_template(prompt, add_generation_prompt=True)]
+    texts += [apply_template(prompt + answer) for answer in answers]
+    for messages, text in zip((prompt[-1:], *answers), texts):
+        if any(letters_of(part) not in letters_of(text) for part in texts_in(messages)):
+            counts["texts that the template drops or changes"] += 1
+    return [(columns, texts)]
 
 
-def split_prompt(columns: dict, counts: Counter) -> tuple[str | list, list]:
-    """The prompt and [chosen, rejected], as strings or lists of messages. The answers do not repeat the prompt."""
-    prompt, *answers = map(clean, (columns.get("prompt"), columns["chosen"], columns["rejected"]))
-    answers = ["" if answer is None else answer for answer in answers]  # an empty cell of a CSV file
-    if isinstance(prompt, str) and not isinstance(answers[0], str):
-        prompt = [{"role": "user", "content": prompt}]
+def split_prompt(columns: dict) -> tuple:
+    """prompt, chosen, rejected: strings, or lists of messages. The answers do not repeat the prompt."""
+    chosen, rejected = read_text(columns, "chosen"), read_text(columns, "rejected")
+    is_chat = isinstance(chosen, list) or isinstance(rejected, list)
+    if "prompt" not in columns and not is_chat:
+        raise ValueError("strings need a column 'prompt', which demo/prepare_chat.py --strings adds")
+    prompt = read_text(columns, "prompt") if columns.get("prompt") else ""
 
-    may_repeat = not isinstance(prompt, str)  # messages, or no prompt: the answers may begin with it
-    if prompt is None:
-        counts["without a prompt"] += 1
-        common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # of characters, or messages
-        prompt = answers[0][:len(common)]
+    if is_chat:
+        chosen, rejected = chosen or [], rejected or []  # null beside messages
+        prompt = prompt or chosen[:common_length(chosen, rejected)]
         if isinstance(prompt, str):
-            prompt = prompt.removesuffix(" ")  # a space belongs to the token that follows it
-
-    if may_repeat and all(answer[:len(prompt)] == prompt for answer in answers):
-        answers = [answer[len(prompt):] for answer in answers]
-    if isinstance(prompt, list) and any(message["role"] in ("user", "system") for message in answers[0] + answers[1]):
+            prompt = [{"role": "user", "content": prompt}]
+        n = len(prompt)
+        if chosen[:n] == rejected[:n] == prompt:
+            chosen, rejected = chosen[n:], rejected[n:]
+    if not type(prompt) is type(chosen) is type(rejected):
+        raise ValueError("strings and messages are mixed: expected one kind in prompt, chosen and rejected")
+    if is_chat and any(message["role"] in ("user", "system") for message in chosen + rejected):
         raise ValueError("an answer contains a user or system message")
-    return prompt, answers
+    return prompt, chosen, rejected
 
 
-def clean(text: str | list | None):
-    """A prompt or an answer. Messages lose columns that are null, and their parts of text are joined."""
-    if isinstance(text, str) and re.match(r"\s*\[\{.(role|content).:", text):
-        raise ValueError("messages written as a string")
-    if not isinstance(text, list):
+def read_text(columns: dict, name: str) -> str | list[dict]:
+    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is an empty string."""
+    if name not in columns:
+        raise ValueError(f"has no column {name!r}: it has {', '.join(columns)}")
+    text = columns[name] or ""
+    if isinstance(text, str):
         return text
 
-    messages = [{name: value for name, value in message.items() if value is not None} for message in text]
-    for message in messages:
-        if isinstance(message.get("content"), list):
-            message["content"] = "".join(part["text"] for part in message["content"])  # KeyError: an image
+    messages = []
+    for message in text if isinstance(text, list) else [text]:
+        if not isinstance(text, list) or not isinstance(message, dict) or "role" not in message:
+            raise ValueError(f"{name} is {text!r:.99}: expected a string, or a list of messages with a role")
+        parts = message.get("content")
+        if isinstance(parts, list):
+            if any(part.get("type", "text") != "text" for part in parts):
+                raise ValueError(f"{name} has {parts!r:.99}: expected only parts of type text")
+            message = message | {"content": "".join(part["text"] for part in parts)}
+        messages.append(message)
     return messages
+
+
+def texts_in(value) -> list[str]:
+    """The texts of a string or of messages, at any depth."""
+    if isinstance(value, dict):
+        value = [item for name, item in value.items() if name not in ("role", "type", "id", "tool_call_id")]
+    if isinstance(value, list):
+        return list(chain(*map(texts_in, value)))
+    return [value] if isinstance(value, str) else []
+
+
+def letters_of(text: str) -> str:
+    """Without what a template changes when it strips a text or writes it as JSON."""
+    return re.sub(r"\\[nrt]|\W", "", text)
+
+
+def without_nulls(value):
+    """Without keys that are null, at any depth: files of columns fill them in."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def common_length(*sequences) -> int:
+    """The number of items with which all of these sequences begin."""
+    length = 0
+    for items in zip(*sequences):
+        if items.count(items[0]) < len(items):
+            break
+        length += 1
+    return length
+
+
+def as_tuple(ids: list[int]) -> tuple[int, ...]:
+    """Equal ids become one object: the data then takes 8 bytes per token instead of 36."""
+    return tuple(TOKENS.setdefault(token, token) for token in ids)
+
+
+def find_path(name: str | None, flag: str) -> str | None:
+    """An absolute path, or a name of the hub as it is. A path to nothing is refused before the hub is asked."""
+    if name is None:
+        return None
+    path = Path(name).expanduser()
+    if path.exists():
+        return str(path.absolute())
+    if path.suffix in ENDINGS or name.startswith(("/", ".", "~")):
+        raise BadInput(f"{flag} {name} does not exist")
+    return name
 
 
 # ---- Models ----------------------------------------------------------
@@ -640,7 +790,7 @@ def base_of(name: str) -> str:
 
 
 def load_tokenizer(name: str, ref_name: str | None = None):
-    """The tokenizer of a checkpoint, or of the base of an adapter. A reference with another one is refused."""
+    """The tokenizer of a checkpoint, or of an adapter's base. A reference with another one is refused."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
@@ -671,7 +821,8 @@ def load_model(name: str, device: str, args: Args, trains: bool = False):
     if trains and args.gradient_checkpointing:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                layer.forward = partial(
+                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     return model
 
 
@@ -679,11 +830,10 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     """The model with the LoRA adapter of a folder or hub name, or with a new one."""
     import peft
     if name == base_of(name):
-        targets = ",".join(args.lora_target).split(",") if args.lora_target else "all-linear"
         config = peft.LoraConfig(
             r=args.lora_r,
             lora_alpha=args.lora_alpha or 2 * args.lora_r,
-            target_modules=targets,
+            target_modules=list(args.lora_target) or "all-linear",
             task_type="CAUSAL_LM",
         )
         model = peft.get_peft_model(model, config)
@@ -703,7 +853,7 @@ def add_adapter(model, name: str, trains: bool, args: Args):
 # ---- Files of a run --------------------------------------------------
 
 def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dict:
-    """The script, flags, rows and weights of a run. A resumed run must have the same, except for MAY_CHANGE."""
+    """The script, flags, rows and weights of a run. A resumed run may differ only in MAY_CHANGE."""
     digest = hashlib.sha256()
     for row in train_rows + [None] + eval_rows:  # None: where the held-out rows begin
         digest.update(repr(row).encode())
@@ -711,30 +861,36 @@ def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dic
     digest_of = cache(checkpoint_digest)  # reads a model once that is policy and reference
     run = vars(args) | {"script": Path(__file__).name, "rows": digest.hexdigest()}
     run |= {"model's weights": digest_of(args.model), "ref_model's weights": digest_of(args.ref_model)}
-    return json.loads(json.dumps(run))  # tuples become lists
+    run = json.loads(json.dumps(run))  # tuples become lists
+    if any(other != run for other in all_gather(run)):
+        raise BadInput("the processes have other flags, rows or weights: give all of them the same files")
+    return run
 
 
 def training_state(policy, optimizer) -> dict:
-    """What a step changes in place: weights, and their optimizer state, which torch creates by a step with lr 0."""
-    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # a tied weight once
-    moments = get_optimizer_state_dict(policy, optimizer)["state"]
-    for name, values in moments.items():
-        for key, value in values.items():
-            state[f"optimizer.{name}.{key}"] = value.zero_()  # that step was counted
+    """What a step changes: weights and their optimizer state, in place. A number, such as the step that some
+    optimizers count, becomes a tensor."""
+    state = {}
+    for name, weight in policy.named_parameters():  # a tied weight once
+        if weight.requires_grad:
+            state[name] = weight
+            for key, value in optimizer.state[weight].items():
+                state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
     return state
 
 
 def checkpoints(out: Path) -> set[int]:
-    """The steps of complete checkpoints, out/resume-STEP. Other folders that begin with resume- are the user's."""
+    """The steps of complete checkpoints, out/resume-STEP. Other folders with that beginning are the user's."""
     steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
     return {int(step) for step in steps if step.isdigit()}
 
 
-def save_checkpoint(out: Path, step: int, state: dict):
+def save_checkpoint(out: Path, step: int, policy, optimizer):
     """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
     folder = out / f"resume-{step}"
     shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
+    state = training_state(policy, optimizer)
     files = {name: 1 + n // 64 for n, name in enumerate(state)}  # the writer holds a whole file in memory
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
 
@@ -744,47 +900,56 @@ def save_checkpoint(out: Path, step: int, state: dict):
             shutil.rmtree(out / f"resume-{other}")
 
 
-def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
-    """Refuses another run's folder, restores the newest checkpoint, cuts the logs to its step. Returns it, or 0."""
+def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
+    """Refuses a folder that is not this run's. Restores its newest checkpoint, cuts the logs to its step, and
+    returns it, or 0."""
     file = out / "args.json"
-    if file.exists() or (out / "metrics.jsonl").exists():  # a log without args.json is another program's
-        saved = json.loads(file.read_text())
+    if file.exists() or any((out / log).exists() for log in LOGS):  # logs without args.json are not ours
+        saved = json.loads(file.read_text()) if file.exists() else {}
         differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
         if differing:
             raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
 
     step = max(checkpoints(out), default=0)
     if step:
+        # A step with gradients of 0 creates the optimizer's state. The checkpoint overwrites what it changes.
+        for weight in policy.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        optimizer.step()
+        optimizer.zero_grad()
+
+        state = training_state(policy, optimizer)
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{step}"))
+        for name, weight in policy.named_parameters():
+            for key, value in optimizer.state.get(weight, {}).items():
+                if not torch.is_tensor(value):
+                    optimizer.state[weight][key] = state[f"optimizer.{name}.{key}"].item()
         print(f"resumes after step {step}")
 
     if is_first_process():
         write_whole(file, [json.dumps(run, indent=1).encode()])
-        for log in (out / "metrics.jsonl", out / "samples.jsonl"):  # the lines of later steps will be written again
-            lines = log.read_bytes().splitlines(keepends=True) if step else []
+        for log in LOGS:  # the lines of later steps will be written again
+            lines = (out / log).read_bytes().splitlines(keepends=True) if step else []
             kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
-            write_whole(log, kept)
+            write_whole(out / log, kept)
         if run["wandb"]:
             import wandb
             wandb.init(name=out.name, dir=out, config=run, resume="auto")
     return step
 
 
-def log_metrics(out: Path, values: dict, args: Args):
-    """Adds a line to metrics.jsonl, and to Weights & Biases."""
-    append(out / "metrics.jsonl", [values])
-    if args.wandb and is_first_process():
+def append(log: Path, lines: list[dict], to_wandb=False):
+    """Adds lines to a log, which are on the disk before a checkpoint of their step is. And to Weights & Biases."""
+    if not is_first_process():
+        return
+    with open(log, "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    if to_wandb:
         import wandb
-        wandb.log(values, step=values["step"])
-
-
-def append(log: Path, lines: list[dict]):
-    """Adds lines to a log. They are on the disk before a checkpoint of their step is."""
-    if is_first_process():
-        with open(log, "a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
+        for line in lines:
+            wandb.log(line, step=line["step"])
 
 
 def save_model(model, tokenizer, out: Path, args: Args):
@@ -819,7 +984,7 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except BadInput as error:
+    except (BadInput, KeyboardInterrupt) as error:
         print("dpo.py:", error, file=sys.stderr)
         sys.exit(2)
     except ModuleNotFoundError as error:

@@ -2,30 +2,34 @@
 
 Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization, arXiv:2402.01306, equation 7:
 
-    ρ = log π(y|x) − log π_ref(y|x)          z = max(0, mean over the batch of log π(y'|x) − log π_ref(y'|x))
-    L(θ) = E  λ_D (1 − σ(β (ρ − z)))   if y is desirable,      λ_U (1 − σ(β (z − ρ)))   if not
+    ρ = log π(y|x) − log π_ref(y|x)       z = max(0, mean over the batch of log π(y'|x) − log π_ref(y'|x))
+    L(θ) = E  λ_D (1 − σ(β (ρ − z)))  if y is desirable,     λ_U (1 − σ(β (z − ρ)))  if not
 
     python kto.py  # the demo: offline, 10 s
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen  # your model, your data
 
-z estimates KL(π || π_ref), without gradient. y' answers another prompt. The paper draws it in each batch; here each
-row keeps one, whose reference log-probs can be cached. docs/recipes.md has starting values for lr and β.
+z estimates KL(π || π_ref), without gradient. y' answers another prompt. The paper draws it in each batch; here
+each row keeps one, whose reference log-probs can be cached. docs/recipes.md has values for lr and β.
 
-Data: rows `prompt, completion, label` (true, false, 1, 0), or pairs `prompt, chosen, rejected`, which give a row of
+Data: `prompt, completion, label` (true, false, 1, 0), or pairs `prompt, chosen, rejected`, which give a row of
 each kind; strings or chat messages:
 
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{..}], "label": true}
 
 Shapes: B rows in a batch; (B,) is one value per row.
 
-Metrics: loss | kl: z | rewards/chosen, rewards/rejected: β ρ of (un)desirable rows | rewards/margins: their
-difference | rewards/accuracies: fraction of rows where ρ has the sign of its label, ties count 1/2 |
-logps/*: log π(y|x) | logratio: |ρ| per token | nll/chosen: −log π(y|x) per token of desirable rows |
-grad_norm: before clipping | learning_rate | seconds | tokens_per_second | memory_gb: GPU peak |
-eval_*: of held-out rows | eval_score: mean of --score | samples/distinct: how many of the sampled answers differ |
-samples/ended: fraction of them that end before max_new_tokens.
+Metrics: loss, learning_rate, seconds, tokens_per_second, and
+    kl                                 z
+    rewards/chosen, rewards/rejected   β ρ of desirable rows, and of undesirable ones
+    rewards/margins                    their difference
+    rewards/accuracies                 fraction of rows where ρ has the sign of the label, ties count 1/2
+    logps/chosen, logps/rejected       log π(y|x)
+    logratio, nll/chosen               |ρ| per token; −log π(y|x) per token of desirable rows
+    grad_norm, memory_gb               before clipping; peak of the GPU
+    eval_*, eval_score                 of held-out rows; the mean of --score
+    samples/distinct, samples/ended    different answers; fraction that ends before max_new_tokens
 
-Not here: tensor or pipeline parallelism, images, rows that are truncated instead of dropped.
+Not here: tensor or pipeline parallelism, images, truncated rows.
 """
 import hashlib
 import json
@@ -38,6 +42,7 @@ import shutil
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -50,18 +55,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
-from filelock import FileLock
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from filelock import FileLock, Timeout
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from refcache import (
-    BadInput, ReferenceCache, Swap, all_gather, all_reduce, apply_fsdp, barrier, check_agreement, checkpoint_digest,
-    completion_logprobs, context_length, count_tokens, enable_shared_prompts, full_tensor, is_first_process, log_ratios,
-    micro_batches, names_in_float32, process_count, process_group, progress_bar, reference_logprobs, sum_tokens,
-    to_device, unsharded, unwrap_model, write_whole)
+    BadInput, ReferenceCache, Swap, all_gather, all_reduce, apply_fsdp, barrier, check_agreement,
+    checkpoint_digest, completion_logprobs, context_length, count_tokens, enable_shared_prompts, full_tensor,
+    is_first_process, log_ratios, micro_batches, names_in_float32, process_count, process_group, process_rank,
+    progress_bar, reference_logprobs, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
@@ -72,11 +77,12 @@ DEMO = dict(
     lr=2e-4,
     beta=1.0,  # with 0.1 all answers become alike
 )
-TOKENS = {}  # id -> id: with one object for equal ids the data takes 8 bytes per token instead of 36
-MAY_CHANGE = ("out ref_cache wandb tokens_per_forward gradient_checkpointing save_every eval_every "
-              "chat_template_kwargs").split()  # flags that may differ when a run is resumed
-SMALLEST = Counter(steps=-1, beta=1e-6, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, max_new_tokens=1)  # or 0
+TOKENS = {}
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+LOGS = ("metrics.jsonl", "samples.jsonl")
+MAY_CHANGE = {  # flags that may differ when a run is resumed
+    "out", "ref_cache", "wandb", "tokens_per_forward", "gradient_checkpointing", "save_every", "eval_every",
+    "chat_template_kwargs"}
 
 
 @dataclass
@@ -85,17 +91,17 @@ class Args:
     data: str | None = None  # rows: .jsonl .json .csv .parquet, or hub data NAME[:CONFIG][:SPLIT]
     eval_data: str | None = None  # held-out rows; None: they are split off --data
     eval_size: int = 128  # number of prompts that are split off --data, at most a tenth of them
-    chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # such as enable_thinking False
+    chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # enable_thinking False
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
     out: str | None = None  # folder of the run; None: out/kto, or out/kto-2 if that is finished
 
     ref: Literal["cache", "swap", "live"] = "cache"  # the reference: cached, swapped in, or on the GPU
-    ref_model: str | None = None  # the reference; None: the policy before training
+    ref_model: str | None = None  # the reference, for cache and live; None: the policy before training
     ref_cache: str | None = None  # file of reference log-probs, which runs can share; None: a file in --out
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: alpha = 2 r
-    lora_target: tuple[str, ...] = ()  # names of the layers with an adapter: q_proj v_proj; empty: all linear layers
+    lora_target: tuple[str, ...] = ()  # names of the layers with an adapter: q_proj v_proj; empty: all linear
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"  # apo_zero_unpaired has no z
     beta: float | None = None  # strength of the KL penalty; None: 0.1, in the demo 1
@@ -105,7 +111,7 @@ class Args:
     epochs: float = 1.0  # passes over the data
     steps: int = -1  # optimizer steps; -1: as many as --epochs needs; 0: only fill the cache
     batch_size: int = 32  # rows per optimizer step
-    lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4; see docs/recipes.md
+    lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5; see docs/recipes.md
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
     warmup: float = 0.1  # steps in which the learning rate rises; below 1: their fraction of all steps
     weight_decay: float = 0.0
@@ -120,14 +126,14 @@ class Args:
     eval_every: int | None = None  # steps between evaluations; None: only before and after training
     samples: int = 64  # held-out prompts to answer in each evaluation
     max_new_tokens: int = 128  # tokens per such answer
-    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> a number for each such answer
+    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> a number per answer
     wandb: bool = False  # log to Weights & Biases, in the project of $WANDB_PROJECT
 
 
 # ---- The loss --------------------------------------------------------
 
 class Row(NamedTuple):
-    prompt: tuple[int, ...]  # token ids
+    prompt: tuple[int, ...]  # token ids, which get no loss
     completion: tuple[int, ...]
     is_desirable: bool
     other: tuple[int, ...]  # y'; () if the loss needs none
@@ -147,15 +153,18 @@ def feedback_loss(batch: Batch, z: torch.Tensor, args: Args) -> torch.Tensor:
     """The loss of every row, (B,), float32. z is a scalar in nats, without gradient."""
     sign = torch.where(batch.is_desirable, 1.0, -1.0)
     weight = torch.where(batch.is_desirable, args.desirable_weight, args.undesirable_weight)  # λ_D or λ_U
+
     match args.loss:
         case "kto":  # equation 7
             return weight * (1 - torch.sigmoid(args.beta * sign * (batch.ratio - z)))
         case "apo_zero_unpaired":  # arXiv:2408.06266
             return weight * (1 - torch.sigmoid(args.beta * sign * batch.ratio))
+        case _:
+            raise ValueError(f"no loss is named {args.loss}")
 
 
 def metrics(batch: Batch, args: Args) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """What is logged beside the loss, for every row, (B,), and a mask (B,) of the rows that count."""
+    """What is logged beside the loss: for every row a value, (B,), and whether the row counts, (B,)."""
     desirable = batch.is_desirable
     everything = torch.ones_like(desirable)
     is_tie = batch.ratio.abs() < 1e-4  # up to rounding
@@ -174,7 +183,7 @@ def metrics(batch: Batch, args: Args) -> dict[str, tuple[torch.Tensor, torch.Ten
 
 # ---- A batch ---------------------------------------------------------
 
-def groups(rows: list[Row]) -> list:
+def groups_of(rows: list[Row]) -> list:
     """The rows as refcache takes them: [(prompt, [completion]), ..]"""
     return [(row.prompt, [row.completion]) for row in rows]
 
@@ -184,10 +193,11 @@ def with_others(rows: list[Row]) -> list[Row]:
     return [row._replace(completion=row.other) for row in rows if row.other]
 
 
-def measure(policy, rows: list[Row], ref_logps) -> Batch:
+def compute_batch(policy, rows: list[Row], ref_logps) -> Batch:
     """The Batch of these rows. ref_logps[prompt, answer]: the reference's token log-probs."""
-    logps = completion_logprobs(policy, groups(rows))
-    ratios = log_ratios(logps, groups(rows), ref_logps)  # both: per row [(|y|,)]
+    groups = groups_of(rows)
+    logps = completion_logprobs(policy, groups)  # for each row [(|y|,)]
+    ratios = log_ratios(logps, groups, ref_logps)
 
     return Batch(
         logp=sum_tokens(logps).squeeze(1),
@@ -202,45 +212,47 @@ def estimate_kl(policy, rows: list[Row], ref_logps, args: Args) -> torch.Tensor:
     """z of equation 7, a scalar: the mean over the whole batch, clamped."""
     others = with_others(rows)
     total = torch.zeros((), device=policy.device)
-    for indices, weight in micro_batches(policy, groups(others), args.tokens_per_forward):
-        batch = measure(policy, [others[i] for i in indices], ref_logps)
+    for indices, weight in micro_batches(policy, groups_of(others), args.tokens_per_forward):
+        batch = compute_batch(policy, [others[i] for i in indices], ref_logps)
         total += batch.ratio.sum() * weight
     mean = all_reduce(total) / max(1, len(others))
     return mean.clamp(min=0)
 
 
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
-    """Mean metrics of a batch. The processes divide its micro-batches. With `train`, adds the gradient of the loss."""
+    """Mean metrics of a batch. The processes divide its micro-batches. With `train`, adds the gradient."""
     z = estimate_kl(policy, rows, ref_logps, args)
-    sums, numbers = Counter(), Counter()
-    for indices, weight in micro_batches(policy, groups(rows), args.tokens_per_forward):
-        micro = [rows[i] for i in indices]
+    totals = {}  # (2,) for each metric: the sum over the rows that count, and their number
+    for indices, weight in micro_batches(policy, groups_of(rows), args.tokens_per_forward):
         with torch.set_grad_enabled(train):
-            batch = measure(policy, micro, ref_logps)
+            batch = compute_batch(policy, [rows[i] for i in indices], ref_logps)
             losses = feedback_loss(batch, z, args)
-            loss = losses.sum() / len(rows) * weight  # the parts of all micro-batches add up to the mean
+            loss = losses.sum() * weight / len(rows)  # all micro-batches add up to the mean over the batch
         if train:
             loss.backward()
 
         values = {"loss": (losses, torch.ones_like(batch.is_desirable))} | metrics(batch, args)
-        for name, (value, mask) in values.items():
-            sums[name] += (value.detach() * mask).sum() * weight
-            numbers[name] += mask.sum() * weight
+        for name, (value, counts) in values.items():
+            total = torch.stack([(value.detach() * counts).sum(), counts.sum()]) * weight
+            totals[name] = totals.get(name, 0) + total
 
-    totals = all_reduce(torch.stack([*sums.values(), *numbers.values()])).view(2, -1)
-    means = {name: total / number for name, total, number in zip(sums, *totals.tolist()) if number}
+    means = {"kl": z.item()}
+    for name, (total, number) in zip(totals, all_reduce(torch.stack(list(totals.values()))).tolist()):
+        if number:
+            means[name] = total / number
     if "rewards/chosen" in means and "rewards/rejected" in means:
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
-    return means | {"kl": z.item()}
+    return means
 
 
-def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]:
-    """Mean metrics of held-out rows."""
+def evaluate(policy, tokenizer, rows: list[Row], reference, score, step: int, out: Path, args: Args) -> dict:
+    """Mean metrics of held-out rows, and of answers to their prompts."""
     if not rows:
         return {}
-    ref_logps = reference_logprobs(reference, groups(rows + with_others(rows)), args.tokens_per_forward)
+    values = write_samples(policy, tokenizer, rows, score, step, out, args)
+    ref_logps = reference_logprobs(reference, groups_of(rows + with_others(rows)), args.tokens_per_forward)
     means = run_batch(policy, rows, ref_logps, args, train=False)
-    return {f"eval_{name}": value for name, value in means.items()}
+    return values | {f"eval_{name}": value for name, value in means.items()}
 
 
 # ---- Training --------------------------------------------------------
@@ -248,11 +260,17 @@ def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     with process_group():
-        args = replace(args, **all_gather(vars(resolve(args)))[0])  # the first process's flags, sent as a dict
-        out = Path(args.out).absolute()  # a user's function may change the working directory
+        args = resolve(args)
+        out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
-        with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():
-            return train(args, out)
+        try:
+            with FileLock(out / f".lock-{process_rank()}", timeout=0):
+                return train(args, out)
+        except Timeout:
+            raise BadInput(f"{out} is used by a run that has not ended: name another --out") from None
+        except KeyboardInterrupt:
+            last_step = max(checkpoints(out), default=0)
+            raise KeyboardInterrupt(f"stopped: the same command continues after step {last_step}") from None
 
 
 def train(args: Args, out: Path) -> list[dict]:
@@ -260,16 +278,17 @@ def train(args: Args, out: Path) -> list[dict]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(args.model, args.ref_model)
     train_rows, eval_rows = load_data(tokenizer, args)
-    first = train_rows[0]
     print("The first row, | before each trained token:")
-    print(tokenizer.decode(first.prompt), *map(tokenizer.decode, first.completion), sep="|")
+    print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].completion), sep="|")
     print_balance(train_rows, args)
-    if args.loss != "apo_zero_unpaired":
+    if args.loss != "apo_zero_unpaired":  # z needs an answer to another prompt
         eval_rows = draw_others(eval_rows, train_rows, args)
         train_rows = draw_others(train_rows, train_rows, args)
 
     batch_size = min(args.batch_size, len(train_rows))
-    steps = math.ceil(args.epochs * len(train_rows) / batch_size) if args.steps == -1 else args.steps
+    steps = args.steps
+    if steps == -1:
+        steps = math.ceil(args.epochs * len(train_rows) / batch_size)
     ordered_rows = rows_in_order(train_rows, steps * batch_size, args.seed)
     print(f"{steps} steps of {batch_size} rows, lr {args.lr:g}, reference: {args.ref}")
 
@@ -283,12 +302,13 @@ def train(args: Args, out: Path) -> list[dict]:
 
     # The reference comes first, so that memory never holds both models.
     if args.ref == "cache":
-        reference = ReferenceCache(name=args.ref_model, reference=run["ref_model's weights"], dtype=args.dtype)
+        digest = run["ref_model's weights"]
+        reference = ReferenceCache(name=args.ref_model, reference=digest, dtype=args.dtype)
         path = args.ref_cache or out / "reference_logprobs.pkl"
         scored = (ordered_rows or train_rows) + eval_rows  # --steps 0 fills the cache with all rows
-        # It loads the reference model, scores what the file lacks, saves it there, and frees the model.
-        reference.fill(lambda: load_model(args.ref_model, device, args), groups(scored + with_others(scored)),
-                       args.tokens_per_forward, path)
+        load = partial(load_model, args.ref_model, device, args)
+        groups = groups_of(scored + with_others(scored))
+        reference.fill(load, groups, args.tokens_per_forward, path)  # frees what it has loaded
     if steps == 0:
         return []
 
@@ -297,58 +317,55 @@ def train(args: Args, out: Path) -> list[dict]:
     if args.ref == "live":
         reference = nullcontext(load_model(args.ref_model, device, args))
     elif args.ref == "swap":
-        other = load_model(args.ref_model, "cpu", args) if args.ref_model != args.model else None
-        reference = Swap(policy, other)
+        reference = Swap(policy)
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     matrices = [weight for weight in weights if weight.dim() > 1]
     vectors = [weight for weight in weights if weight.dim() <= 1]  # norms and biases do not decay
     optimizer = torch.optim.AdamW([
         {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ], lr=0.0, fused=True)  # the loop sets lr
+        {"params": vectors, "weight_decay": 0.0}], fused=True)  # the loop sets lr
 
-    state = training_state(policy, optimizer)  # what a checkpoint holds
-    last_step = restore_checkpoint(out, run, state)
+    last_step = restore_checkpoint(out, run, policy, optimizer)
     if last_step == 0:
-        values = {"step": 0} | write_samples(policy, tokenizer, eval_rows, score, 0, out, args)
-        values |= evaluate(policy, eval_rows, reference, args)
-        log_metrics(out, values, args)
+        values = {"step": 0} | evaluate(policy, tokenizer, eval_rows, reference, score, 0, out, args)
+        append(out / "metrics.jsonl", [values], args.wandb)
 
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = ordered_rows[(step - 1) * batch_size:step * batch_size]
-        ref_logps = reference_logprobs(reference, groups(rows + with_others(rows)), args.tokens_per_forward)
-        values = {"step": step} | run_batch(policy, rows, ref_logps, args, train=True)  # calls loss.backward()
+        ref_logps = reference_logprobs(
+            reference, groups_of(rows + with_others(rows)), args.tokens_per_forward)
+        values = {"step": step}
+        values |= run_batch(policy, rows, ref_logps, args, train=True)  # calls loss.backward()
         if step == 1 and args.ref_model == args.model:
             check_agreement(values["logratio"], args.dtype)
 
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
+        values["grad_norm"] = full_tensor(grad_norm).item()
         values["learning_rate"] = learning_rate(step, steps, args)
         for group in optimizer.param_groups:
             group["lr"] = values["learning_rate"]
         optimizer.step()
         optimizer.zero_grad()
 
-        values["grad_norm"] = full_tensor(grad_norm).item()
         weight_norm = full_tensor(torch.nn.utils.get_total_norm(weights)).item()
         if not math.isfinite(values["loss"] + values["grad_norm"] + weight_norm):
             raise BadInput(f"step {step}: loss, gradient or weights are not finite: lower --lr")
 
         values["seconds"] = time.monotonic() - began
-        values["tokens_per_second"] = count_tokens(groups(rows)) / values["seconds"]
+        values["tokens_per_second"] = count_tokens(groups_of(rows)) / values["seconds"]
         values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak, 0 on a CPU
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
-            values |= write_samples(policy, tokenizer, eval_rows, score, step, out, args)
-            values |= evaluate(policy, eval_rows, reference, args)
-        log_metrics(out, values, args)
+            values |= evaluate(policy, tokenizer, eval_rows, reference, score, step, out, args)
+        append(out / "metrics.jsonl", [values], args.wandb)
 
         if args.save_every and (step == steps or step % args.save_every == 0):
-            save_checkpoint(out, step, state)
-        progress.set_postfix(loss=values["loss"], tokens_per_second=values["tokens_per_second"], refresh=False)
+            save_checkpoint(out, step, policy, optimizer)
+        progress.set_postfix({name: values[name] for name in ("loss", "tokens_per_second")}, refresh=False)
 
     save_model(policy, tokenizer, out, args)
     return report(out)
@@ -366,6 +383,8 @@ def rows_in_order(rows: list[Row], n: int, seed: int) -> list[Row]:
 def learning_rate(step: int, steps: int, args: Args) -> float:
     """Linear warmup to --lr, then constant, or falling to 0 at steps + 1."""
     warmup_steps = round(args.warmup * steps) if args.warmup < 1 else args.warmup
+    if warmup_steps > steps:
+        raise BadInput(f"--warmup {args.warmup:g}: the run has only {steps} steps")
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
     remaining = (steps - step + 1) / (steps - warmup_steps)
@@ -382,61 +401,69 @@ def resolve(args: Args) -> Args:
         torch.set_num_threads(1)  # the demo's tiny model gains nothing from more
         unset = {flag: value for flag, value in DEMO.items() if vars(args)[flag] is None}
     args = replace(args, **unset)
+    if not (args.model and args.data):
+        raise BadInput("give both --model and --data, or neither for the demo")
 
-    for flag, value in vars(args).items():
-        if isinstance(value, (int, float)) and not value >= SMALLEST[flag]:  # `not >=` also catches NaN
-            raise BadInput(f"--{flag} {value} is below {SMALLEST[flag]}")
-
+    # Absolute paths: a user's function may change the working directory.
+    args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
+    args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
+    args.ref_cache = args.ref_cache and os.path.abspath(os.path.expanduser(args.ref_cache))
     if args.out is None:
         args.out, n = "out/kto", 1
         while Path(args.out, "model").exists():
             n += 1
             args.out = f"out/kto-{n}"
+    args.out = os.path.abspath(os.path.expanduser(args.out))
+    if Path(args.out, "model").exists():
+        raise BadInput(f"{args.out} holds a finished run: name another --out")
 
-    is_adapter = args.model and base_of(args.model) != args.model
-    mistakes = {
-        "give both --model and --data, or neither for the demo": not (args.model and args.data),
-        "--lora_alpha and --lora_target need --lora_r": not args.lora_r and (args.lora_alpha or args.lora_target),
-        "--lora_r makes a new adapter, but --model is one": args.lora_r and is_adapter,
-        f"{args.out} holds a finished run: name another --out": Path(args.out, "model").exists(),
-    }
-    for sentence, is_made in mistakes.items():
-        if is_made:
-            raise BadInput(sentence)
-
-    if args.beta is None:
-        args.beta = 0.1
+    is_adapter = base_of(args.model) != args.model
+    if args.lora_r and is_adapter:
+        raise BadInput("--lora_r makes a new adapter, but --model is one")
+    if (args.lora_alpha or args.lora_target) and not args.lora_r:
+        raise BadInput("--lora_alpha and --lora_target need --lora_r")
     if args.dtype == "auto":
         args.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    if args.beta is None:
+        args.beta = 0.1
     if args.lr is None:
         args.lr = 1e-5 if args.lora_r or is_adapter else 1e-6
-    args.ref_model = args.ref_model or args.model
     args.max_length = min(args.max_length, context_length(AutoConfig.from_pretrained(base_of(args.model))))
+
+    if args.ref == "swap" and args.ref_model != args.model:
+        raise BadInput("--ref swap holds the policy's own start: with --ref_model choose cache or live")
+    # Values that would turn learning off, or around.
+    if not (args.lr > 0 and args.beta > 0 and args.epochs > 0):  # `not >` also catches NaN
+        raise BadInput(f"--lr {args.lr:g}, --beta {args.beta:g}, --epochs {args.epochs:g}: must be above 0")
+    if args.steps < -1 or not (args.warmup >= 0 and args.max_grad_norm >= 0):
+        raise BadInput("--steps must be at least -1, --warmup and --max_grad_norm at least 0")
     return args
 
 
 # ---- Answers to held-out prompts -------------------------------------
 
-def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Path, args: Args) -> dict[str, float]:
-    """Writes answers to held-out prompts to samples.jsonl. Returns metrics of them, such as the mean of --score."""
+def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Path, args: Args) -> dict:
+    """Writes answers to held-out prompts to samples.jsonl. Returns metrics, such as the mean of --score."""
+    # One row for each prompt that leaves room for an answer.
     longest = context_length(policy.config) - args.max_new_tokens
-    one_per_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
-    rows = list(one_per_prompt.values())[:args.samples]
+    row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
+    rows = list(row_of_prompt.values())[:args.samples]
     if not rows:
         return {}
 
     prompts = [row.whole_prompt for row in rows]
     answers = generate(policy, tokenizer, prompts, args)
     texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    lines = [dict(step=step, prompt=tokenizer.decode(ids), completion=text) for ids, text in zip(prompts, texts)]
     n_ended = sum(len(answer) < args.max_new_tokens for answer in answers)
     values = {"samples/distinct": len(set(texts)), "samples/ended": n_ended / len(answers)}
 
+    scores = [None] * len(rows)
     if score:
         scores = score_answers(score, rows, texts, args)
-        values["eval_score"] = float(np.nanmean(scores))
-        for line, value in zip(lines, scores):
-            line["score"] = None if math.isnan(value) else value
+        values["eval_score"] = float(np.mean([value for value in scores if value is not None]))
+    lines = []
+    for prompt, text, value in zip(prompts, texts, scores):
+        lines.append(dict(step=step, prompt=tokenizer.decode(prompt), completion=text, score=value))
     append(out / "samples.jsonl", lines)
     return values
 
@@ -446,20 +473,24 @@ def generate(policy, tokenizer, prompts: list[tuple], args: Args) -> list[tuple]
     """Token ids of one sample for each prompt, at temperature 1, without its stop token."""
     core = unwrap_model(policy)
     own_config = core.generation_config
-    stops = {tokenizer.eos_token_id, *np.atleast_1d(own_config.eos_token_id).tolist()} - {None}  # a number, list, None
-    core.generation_config = GenerationConfig()  # else generate() would apply a repetition_penalty, min_p, ..
+    own_stops = np.atleast_1d(own_config.eos_token_id).tolist()  # of a number, a list or None
+    stops = {tokenizer.eos_token_id, *own_stops} - {None}
+    core.generation_config = GenerationConfig()  # else generate() would use repetition_penalty, min_p, ..
 
     answers = []
-    with unsharded(policy):
-        for start in progress_bar(range(0, len(prompts), 64), desc="answer", delay=1):  # fixed: no flag changes samples
-            prompt_ids = [torch.tensor(prompt) for prompt in prompts[start:start + 64]]
-            ids = pad_sequence(prompt_ids, batch_first=True, padding_value=-1, padding_side="left").to(policy.device)
-            sampled = core.generate(ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
-                                    max_new_tokens=args.max_new_tokens, eos_token_id=sorted(stops), pad_token_id=0)
-            for row in sampled[:, ids.shape[1]:].tolist():
-                answers.append(tuple(takewhile(lambda token: token not in stops, row)))
-
-    core.generation_config = own_config
+    try:
+        with unsharded(policy):
+            for start in progress_bar(range(0, len(prompts), 64), desc="answer", delay=1):
+                ids = [torch.tensor(prompt) for prompt in prompts[start:start + 64]]
+                ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
+                ids = ids.to(policy.device)
+                sampled = core.generate(
+                    ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
+                    max_new_tokens=args.max_new_tokens, eos_token_id=sorted(stops), pad_token_id=0)
+                for row in sampled[:, ids.shape[1]:].tolist():
+                    answers.append(tuple(takewhile(lambda token: token not in stops, row)))
+    finally:
+        core.generation_config = own_config
     return answers
 
 
@@ -470,8 +501,8 @@ def load_function(spec: str):
     return runpy.run_path(file)[name]
 
 
-def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[float]:
-    """What --score returns for answers to the prompts of these rows: a number for each, NaN for None."""
+def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[float | None]:
+    """What --score returns for answers to the prompts of these rows. It is called as TRL calls a reward."""
     names = set().union(*(row.columns for row in rows))
     columns = {name: [row.columns.get(name) for row in rows] for name in names}
     prompts = columns.pop("prompt")
@@ -479,9 +510,10 @@ def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[
         texts = [[{"role": "assistant", "content": text}] for text in texts]
 
     values = score(prompts=prompts, completions=texts, **columns)
-    if isinstance(values, (dict, set, str)) or len(values) != len(texts):
+    values = list(values) if isinstance(values, Iterator) else values
+    if isinstance(values, dict | set | str) or len(values) != len(texts):
         raise BadInput(f"{args.score} returned {str(values)[:99]}: expected {len(texts)} numbers or None")
-    return [math.nan if value is None else float(value) for value in values]
+    return [None if value is None else float(value) for value in values]
 
 
 def report(out: Path) -> list[dict]:
@@ -490,12 +522,16 @@ def report(out: Path) -> list[dict]:
     samples = [json.loads(line) for line in (out / "samples.jsonl").open()]
     now = [sample for sample in samples if sample["step"] == history[-1]["step"]]
     for old, new in zip(samples[:3], now):  # their prompts are the same
-        print(f"prompt  {new['prompt'][-80:]!r}")  # its end, which is answered
-        print(f"before  {old['completion'][:100]!r}\nnow     {new['completion'][:100]!r}")
+        prompt = new["prompt"]
+        print("prompt ", repr(prompt if len(prompt) <= 80 else "…" + prompt[-79:]))  # its end is answered
+        print("before ", repr(old["completion"][:100]))
+        print("now    ", repr(new["completion"][:100]))
 
     print(f"{'held out':31} before      now")
-    for name, before in list(history[0].items())[1:]:  # all but the step
-        print(f"{name:30} {before:8.3f} {history[-1][name]:8.3f}")
+    for name in list(history[0])[1:]:  # all but the step
+        values = [history[0][name], history[-1].get(name)]
+        cells = [f"{value:8.3f}" if isinstance(value, int | float) else str(value) for value in values]
+        print(f"{name:30}", *cells)
     print(f"see {out}")
     return history
 
@@ -666,6 +702,10 @@ def print_balance(rows: list[Row], args: Args):
         print(f"--undesirable_weight {balanced / 1.17:.2g} would balance them")  # 1.17: the middle
 
 
+def find_path(name):
+    return name
+
+
 # ---- Models ----------------------------------------------------------
 
 def base_of(name: str) -> str:
@@ -675,7 +715,7 @@ def base_of(name: str) -> str:
 
 
 def load_tokenizer(name: str, ref_name: str | None = None):
-    """The tokenizer of a checkpoint, or of the base of an adapter. A reference with another one is refused."""
+    """The tokenizer of a checkpoint, or of an adapter's base. A reference with another one is refused."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
@@ -706,7 +746,8 @@ def load_model(name: str, device: str, args: Args, trains: bool = False):
     if trains and args.gradient_checkpointing:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                layer.forward = partial(
+                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     return model
 
 
@@ -714,11 +755,10 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     """The model with the LoRA adapter of a folder or hub name, or with a new one."""
     import peft
     if name == base_of(name):
-        targets = ",".join(args.lora_target).split(",") if args.lora_target else "all-linear"
         config = peft.LoraConfig(
             r=args.lora_r,
             lora_alpha=args.lora_alpha or 2 * args.lora_r,
-            target_modules=targets,
+            target_modules=list(args.lora_target) or "all-linear",
             task_type="CAUSAL_LM",
         )
         model = peft.get_peft_model(model, config)
@@ -738,7 +778,7 @@ def add_adapter(model, name: str, trains: bool, args: Args):
 # ---- Files of a run --------------------------------------------------
 
 def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dict:
-    """The script, flags, rows and weights of a run. A resumed run must have the same, except for MAY_CHANGE."""
+    """The script, flags, rows and weights of a run. A resumed run may differ only in MAY_CHANGE."""
     digest = hashlib.sha256()
     for row in train_rows + [None] + eval_rows:  # None: where the held-out rows begin
         digest.update(repr(row).encode())
@@ -746,30 +786,36 @@ def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dic
     digest_of = cache(checkpoint_digest)  # reads a model once that is policy and reference
     run = vars(args) | {"script": Path(__file__).name, "rows": digest.hexdigest()}
     run |= {"model's weights": digest_of(args.model), "ref_model's weights": digest_of(args.ref_model)}
-    return json.loads(json.dumps(run))  # tuples become lists
+    run = json.loads(json.dumps(run))  # tuples become lists
+    if any(other != run for other in all_gather(run)):
+        raise BadInput("the processes have other flags, rows or weights: give all of them the same files")
+    return run
 
 
 def training_state(policy, optimizer) -> dict:
-    """What a step changes in place: weights, and their optimizer state, which torch creates by a step with lr 0."""
-    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # a tied weight once
-    moments = get_optimizer_state_dict(policy, optimizer)["state"]
-    for name, values in moments.items():
-        for key, value in values.items():
-            state[f"optimizer.{name}.{key}"] = value.zero_()  # that step was counted
+    """What a step changes: weights and their optimizer state, in place. A number, such as the step that some
+    optimizers count, becomes a tensor."""
+    state = {}
+    for name, weight in policy.named_parameters():  # a tied weight once
+        if weight.requires_grad:
+            state[name] = weight
+            for key, value in optimizer.state[weight].items():
+                state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
     return state
 
 
 def checkpoints(out: Path) -> set[int]:
-    """The steps of complete checkpoints, out/resume-STEP. Other folders that begin with resume- are the user's."""
+    """The steps of complete checkpoints, out/resume-STEP. Other folders with that beginning are the user's."""
     steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
     return {int(step) for step in steps if step.isdigit()}
 
 
-def save_checkpoint(out: Path, step: int, state: dict):
+def save_checkpoint(out: Path, step: int, policy, optimizer):
     """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
     folder = out / f"resume-{step}"
     shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
+    state = training_state(policy, optimizer)
     files = {name: 1 + n // 64 for n, name in enumerate(state)}  # the writer holds a whole file in memory
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
 
@@ -779,47 +825,56 @@ def save_checkpoint(out: Path, step: int, state: dict):
             shutil.rmtree(out / f"resume-{other}")
 
 
-def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
-    """Refuses another run's folder, restores the newest checkpoint, cuts the logs to its step. Returns it, or 0."""
+def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
+    """Refuses a folder that is not this run's. Restores its newest checkpoint, cuts the logs to its step, and
+    returns it, or 0."""
     file = out / "args.json"
-    if file.exists() or (out / "metrics.jsonl").exists():  # a log without args.json is another program's
-        saved = json.loads(file.read_text())
+    if file.exists() or any((out / log).exists() for log in LOGS):  # logs without args.json are not ours
+        saved = json.loads(file.read_text()) if file.exists() else {}
         differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
         if differing:
             raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
 
     step = max(checkpoints(out), default=0)
     if step:
+        # A step with gradients of 0 creates the optimizer's state. The checkpoint overwrites what it changes.
+        for weight in policy.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        optimizer.step()
+        optimizer.zero_grad()
+
+        state = training_state(policy, optimizer)
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{step}"))
+        for name, weight in policy.named_parameters():
+            for key, value in optimizer.state.get(weight, {}).items():
+                if not torch.is_tensor(value):
+                    optimizer.state[weight][key] = state[f"optimizer.{name}.{key}"].item()
         print(f"resumes after step {step}")
 
     if is_first_process():
         write_whole(file, [json.dumps(run, indent=1).encode()])
-        for log in (out / "metrics.jsonl", out / "samples.jsonl"):  # the lines of later steps will be written again
-            lines = log.read_bytes().splitlines(keepends=True) if step else []
+        for log in LOGS:  # the lines of later steps will be written again
+            lines = (out / log).read_bytes().splitlines(keepends=True) if step else []
             kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
-            write_whole(log, kept)
+            write_whole(out / log, kept)
         if run["wandb"]:
             import wandb
             wandb.init(name=out.name, dir=out, config=run, resume="auto")
     return step
 
 
-def log_metrics(out: Path, values: dict, args: Args):
-    """Adds a line to metrics.jsonl, and to Weights & Biases."""
-    append(out / "metrics.jsonl", [values])
-    if args.wandb and is_first_process():
+def append(log: Path, lines: list[dict], to_wandb=False):
+    """Adds lines to a log, which are on the disk before a checkpoint of their step is. And to Weights & Biases."""
+    if not is_first_process():
+        return
+    with open(log, "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    if to_wandb:
         import wandb
-        wandb.log(values, step=values["step"])
-
-
-def append(log: Path, lines: list[dict]):
-    """Adds lines to a log. They are on the disk before a checkpoint of their step is."""
-    if is_first_process():
-        with open(log, "a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
+        for line in lines:
+            wandb.log(line, step=line["step"])
 
 
 def save_model(model, tokenizer, out: Path, args: Args):
@@ -854,7 +909,7 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except BadInput as error:
+    except (BadInput, KeyboardInterrupt) as error:
         print("kto.py:", error, file=sys.stderr)
         sys.exit(2)
     except ModuleNotFoundError as error:

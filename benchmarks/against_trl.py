@@ -61,6 +61,7 @@ SHAPES = {
     "body-heavy": ("llama", 384, 1024, 8, 6, 3, 64, 2_048, False),  # 15 M parameters
     "head-heavy": ("llama", 256, 688, 4, 4, 2, 64, 20_480, False),  # 13 M
     "Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151_936, True),
+    "Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 64, 151_936, True),
     "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 128, 151_936, True),
     "Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151_936, False),
     "long": ("qwen3", 64, 192, 2, 4, 2, 32, 151_936, True),
@@ -158,8 +159,8 @@ def text_of(ids) -> str:
     return " ".join(f"w{i}" for i in ids)
 
 
-def make_model(folder: Path, shape: str):
-    """A random model, and a tokenizer that has one word for each token."""
+def make_model(folder: Path, shape: str, **changes):
+    """A random model, and a tokenizer that has one word for each token. `changes` are those of its config."""
     sizes = dict(zip(NAMES, SHAPES[shape]))
     words = {"<pad>": 0, "<eos>": 1}
     words |= {f"w{i}": i for i in range(2, sizes["vocab_size"])}  # word i is token i
@@ -167,7 +168,7 @@ def make_model(folder: Path, shape: str):
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast_tokenizer(tokenizer).save_pretrained(folder)
     torch.manual_seed(0)
-    special = dict(max_position_embeddings=8192, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    special = dict(max_position_embeddings=8192, pad_token_id=0, eos_token_id=1, bos_token_id=None) | changes
     with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes, **special))
     model.to(torch.bfloat16 if DEVICE == "cuda" else torch.float32).save_pretrained(folder)

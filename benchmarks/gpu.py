@@ -1,149 +1,561 @@
-"""On a GPU: first that the numbers are right, then the speed and memory of steps beside TRL's.
+"""On a GPU: whether the numbers are right, then speed and memory, then TRL's trainers beside the scripts.
 
-    pip install trl==1.16.0 peft datasets
-    python benchmarks/gpu.py           # all tables, in at most fifteen minutes on one H100 or H200
-    python benchmarks/gpu.py --tiny    # does it run? Also without a GPU
+    python benchmarks/gpu.py numbers                          # first, on every new card or version of torch
+    python benchmarks/gpu.py numbers speed --results h100.jsonl
+    python benchmarks/gpu.py trl                              # pip install trl==1.16.0 peft datasets
+    python benchmarks/gpu.py numbers speed trl --tiny         # do they run? Also without a GPU
 
-The models are random, the rows are those of against_trl.py. Memory is what was allocated.
+Each check prints a line as soon as it is known, and appends it to --results. A check that fails does not stop
+the others, but the exit code is 1. A part takes at most --limit seconds. The models are random.
 
-first     the kernel of half precision against a loop of ordinary attention; log-probs of the sampler against those of
-          a forward; the loss of the first step, which is ln 2 if policy and reference agree
-speed     the reference pass, a DPO step, ways to train with less memory; an RLOO step at 3,100 tokens
+numbers   the tests marked gpu; log-probs and gradients of the attention kernel, against one forward per
+          sequence in float32; log-probs of the sampler, against a forward; the loss of the first step, which
+          is ln 2 if policy and reference agree; a resumed run, a saved model, and torchrun with one process
+speed     the reference pass, steps of dpo.py with several flags, and where the time of a step goes; steps of
+          rloo.py with one prompt of 3,100 tokens
+trl       a reference pass, a DPO step, and RLOO steps of 3,100 tokens: here and in TRL, by against_trl.py
+
+peak_gb is the most memory that was allocated in a run, loading included. reserved_gb is what the process took
+from the card. FLOPs are those of linear layers.
 """
+import atexit
+import gc
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
 import tempfile
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+import time
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Literal
 from unittest.mock import patch
 
 import against_trl
+import numpy as np
 import torch
+import torch.distributed as dist
 import tyro
-from against_trl import DEVICE, clock, dpo, quiet, read_rows, rloo, settings
+from against_trl import DEVICE, ROOT, SHAPES, clock, dpo, quiet, rloo
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path.append(str(ROOT / "tests"))
+from models import flat, slow, values_and_gradients
 
 import refcache
+from refcache import ReferenceCache, completion_logprobs, count_tokens
 
 
 @dataclass
 class Args:
-    shapes: tuple[str, ...] = ("Qwen2.5-1.5B",)  # of against_trl.py
-    pairs: int = 4096  # of the reference pass
-    reference_batch: int = 32  # pairs in a forward of TRL's reference pass
-    batch_size: int = 16  # pairs of a DPO step
-    max_length: int = 768  # tokens of a row
-    new_tokens: int = 64  # per sample of a rollout
+    parts: tyro.conf.Positional[tuple[Literal["numbers", "speed", "trl"], ...]]  # what to run, in this order
+    results: str | None = None  # .jsonl file to which every line is appended
+    shapes: tuple[str, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")  # of speed and trl: see against_trl.py
+    limit: int = 225  # seconds of a part; checks that would begin later are left out
     tiny: bool = False  # does it run?
 
 
-WAYS = [  # work, side, more flags of the script
-    ("reference", "refcache", {}), ("reference", "trl", {}), ("dpo", "refcache", {}), ("dpo", "trl", {}),
-    ("dpo", "refcache", {"gradient_checkpointing": True}), ("dpo", "refcache", {"lora_r": 16}),
-    ("dpo", "refcache", {"lora_r": 16, "gradient_checkpointing": True})]
-POLICIES = {  # how a model is loaded that samples: name -> (whether it trains, flags)
-    "frozen, float32": (False, {"dtype": "float32"}),
-    "frozen, bfloat16": (False, {"dtype": "bfloat16"}),
-    "FSDP2, bfloat16": (True, {"dtype": "bfloat16"}),
-    "LoRA, bfloat16": (True, {"dtype": "bfloat16", "lora_r": 16}),
+CASES = {  # of the kernel: type of the model, heads of queries and of keys, more of the config
+    "Qwen2": ("qwen2", 14, 2, {}),
+    "Qwen3": ("qwen3", 16, 8, {}),
+    "Mistral, window 100": ("mistral", 16, 4, {"sliding_window": 100}),
 }
+POLICIES = {  # how a model is loaded that samples: whether it trains, and flags
+    "frozen, float32": (False, dict(dtype="float32")),
+    "frozen, bfloat16": (False, dict(dtype="bfloat16")),
+    "FSDP2, bfloat16": (True, dict(dtype="bfloat16")),
+    "LoRA, bfloat16": (True, dict(dtype="bfloat16", lora_r=16)),
+}
+RUNS = {  # flags of dpo.py
+    "cache": dict(ref="cache"),
+    "swap": dict(ref="swap"),
+    "live": dict(ref="live"),
+    "cache, checkpointing": dict(ref="cache", gradient_checkpointing=True),
+    "cache, LoRA": dict(ref="cache", lora_r=16),
+    "cache, LoRA, checkpointing": dict(ref="cache", lora_r=16, gradient_checkpointing=True),
+}
+COMMON = dict(eval_size=0, schedule="constant", warmup=0.0, dtype="bfloat16")  # flags of both scripts
+SHAPES["numbers"] = ("qwen2", 896, 4864, 4, 14, 2, 64, 65_536, True)
 
 
-def files_of(args: Args, folder: str) -> against_trl.Args:
-    given = against_trl.Args(
-        folder=folder, pairs=args.pairs, max_length=args.max_length, steps=10, batch_size=args.batch_size,
-        reference_batch=args.reference_batch, tiny=args.tiny)
-    return against_trl.shrink(given) if args.tiny else given
+# ---- Lines -----------------------------------------------------------
+
+class Lines:
+    """Prints lines, and appends them to a file. `ok` is None if nothing was checked."""
+
+    def __init__(self, path: str | None):
+        self.path = path
+        self.n_wrong = 0
+        if path:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, part: str, what: str, ok: bool | None, **found):
+        self.n_wrong += ok is False
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(dict(part=part, what=what, ok=ok) | found) + "\n")
+
+        mark = {True: "ok", False: "WRONG", None: ""}[ok]
+        words = [f"{name} {as_text(value)}" for name, value in found.items()]
+        print(f"{mark:6}{what} | {', '.join(words)}", flush=True)
 
 
-# ---- First: are the numbers right? -----------------------------------
-
-def print_first(args: Args, shape: str):
-    with tempfile.TemporaryDirectory() as folder:
-        given = files_of(replace(args, pairs=64), folder)
-        against_trl.make_files(given, shape)
-        work = "rloo 16+4, k=2" if args.tiny else "rloo 256+16, k=4"
-        flags = replace(settings(given, shape, work), max_new_tokens=args.new_tokens)
-        print(f"\n{shape}, first\n\n| what | found | expected |\n|---|---|---|", flush=True)
-
-        print_kernel(flags, read_rows(dpo, settings(given, shape, "dpo"))[:8])
-        for name, (trains, more) in POLICIES.items():
-            print_rollout(name, trains, replace(flags, **more))
-        for more in ({}, {"lora_r": 16}):
-            run = against_trl.start(replace(given, steps=2, extra=json.dumps(more)), "refcache", shape, "dpo", 0)
-            print(f"| loss of step 1 {more or ''} | {run['losses'][0]:.6f} | {math.log(2):.6f} |", flush=True)
+def as_text(value) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
+    return str(value)
 
 
-@torch.no_grad()
-def print_kernel(flags, rows: list):
-    """Mean errors of log-probs in bfloat16, in nats per token, against the loop of attentions in float32."""
-    values = {}
-    for dtype in ("float32", "bfloat16"):
+def run_part(part: str, checks: list, lines: Lines, limit: int):
+    """Runs checks: what they are called, and a function that returns `ok` and a dict of what it found."""
+    began = time.monotonic()
+    for what, check in checks:
+        start = time.monotonic()
+        left = int(limit - (start - began))
+        if left < 1:
+            lines.write(part, what, False, error="no time was left")
+            continue
+
+        clean_up()
+        signal.alarm(left)  # raises TimeoutError
+        try:
+            ok, found = check()
+        except (Exception, SystemExit) as error:  # such as out of memory: the other lines are still wanted
+            ok, found = False, dict(error=f"{type(error).__name__}: {str(error)[-1000:]}")
+        signal.alarm(0)
+        lines.write(part, what, ok, **found, took=round(time.monotonic() - start, 1))
+    lines.write(part, part, None, took=round(time.monotonic() - began, 1))
+
+
+def stop(*_):
+    raise TimeoutError("the time of this part is over")
+
+
+def clean_up():
+    """Nothing of one check stays on the GPU for the next."""
+    if dist.is_initialized():  # load_model leaves a process group behind
+        dist.destroy_process_group()
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def random_ids(n: int, vocab: int, rng) -> tuple[int, ...]:
+    return tuple(rng.integers(2, vocab, n).tolist())
+
+
+def random_pairs(n: int, mean_lengths, vocab: int) -> list:
+    """n lists [prompt, chosen, rejected] of token ids."""
+    rng = np.random.default_rng(0)
+    lengths = rng.uniform(0.5, 1.5, (n, 3)) * mean_lengths
+    return [[random_ids(int(length), vocab, rng) for length in row] for row in lengths]
+
+
+# ---- numbers ---------------------------------------------------------
+
+class Numbers:
+    """The checks of the first part, and what they share."""
+
+    def __init__(self, folder: Path, args: Args):
+        self.folder, self.tiny = folder, args.tiny
+        self.shape = "tiny" if args.tiny else "numbers"
+        self.vocab = SHAPES[self.shape][7]
+        self.lengths = (12, 6, 6) if args.tiny else (160, 80, 80)  # of prompts and answers
+        self.run = cache(self.run)  # each run is made once
+
+        # They run beside the other checks.
+        self.tests = start_process("-m", "pytest", "-q", "--tb=short", "-m", "gpu", "tests/test_gpu.py")
+
+    def checks(self) -> list:
+        checks = []
+        for case in CASES:
+            checks += [(f"kernel, {case}, k={k}", partial(self.kernel, case, k)) for k in (1, 2, 8)]
+        checks.append(("files are written", self.write_files))
+        for name in POLICIES:
+            for longest, new_tokens in ((200, 48), (24, 64)):  # prompts longer and shorter than their samples
+                checks.append((f"sampler, {name}, {longest}+{new_tokens} tokens",
+                               partial(self.sampler, name, longest, new_tokens)))
+        checks += [(f"step 1, {name}", partial(self.first_step, name)) for name in RUNS]
+        return checks + [
+            ("the same run again", partial(self.compare, "again")),
+            ("an interrupted and resumed run", partial(self.compare, "resumed")),
+            ("a saved model, loaded again", self.saved_model),
+            ("torchrun with one process", self.torchrun),
+            ("pytest -m gpu", self.pytest),
+        ]
+
+    def kernel(self, case: str, k: int):
+        """The kernel of half precision, and a loop of attentions, against one forward per sequence."""
+        model_type, heads, key_heads, more = CASES[case]
+        size, vocab = (8, 512) if self.tiny else (64, 65_536)
+        config = AutoConfig.for_model(
+            model_type, vocab_size=vocab, hidden_size=14 * size, intermediate_size=32 * size,
+            num_hidden_layers=3, num_attention_heads=heads, num_key_value_heads=key_heads, head_dim=size,
+            tie_word_embeddings=True, initializer_range=0.04, pad_token_id=0, bos_token_id=None,
+            eos_token_id=1, **more)
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            model = AutoModelForCausalLM.from_config(config).eval().bfloat16()
+        exact = deepcopy(model).float()  # the same weights
+
+        groups = []
+        rng = np.random.default_rng(k)
+        prompt, answer, _ = self.lengths
+        for n in (2 * prompt, prompt, 1):
+            answers = [random_ids(rng.integers(1, 2 * answer), vocab, rng) for _ in range(k)]
+            groups.append((random_ids(n, vocab, rng), answers))
+
         with quiet():
-            model = rloo.load_model(flags.model, DEVICE, replace(flags, dtype=dtype))
-        for way in ("loop", "kernel"):
-            with patch.object(refcache, "one_kernel_serves", refcache.one_kernel_serves if way == "kernel" else never):
-                logps = dpo.completion_logprobs(model, dpo.groups(rows))
-            values[dtype, way] = torch.cat([tokens for group in logps for tokens in group])
-    errors = [(values["bfloat16", way] - values["float32", "loop"]).abs().mean() for way in ("kernel", "loop")]
-    print(f"| kernel in bfloat16, mean error | {errors[0]:.2e} | about the loop's {errors[1]:.2e} |", flush=True)
+            truth = values_and_gradients(slow, exact, groups)
+            flat_row = errors(truth, values_and_gradients(completion_logprobs, exact, groups))
+            with patch.object(refcache, "varlen_attn", wraps=refcache.varlen_attn) as attention:
+                kernel = errors(truth, values_and_gradients(completion_logprobs, model, groups))
+            with patch.object(refcache, "one_kernel_serves", lambda *_: False):
+                loop = errors(truth, values_and_gradients(completion_logprobs, deepcopy(model), groups))
 
+        ok = max(flat_row) < 1e-4 and (attention.called or DEVICE == "cpu")
+        ok = ok and all(mine < 1.5 * theirs + 1e-4 for mine, theirs in zip(kernel, loop))
+        return ok, dict(
+            float32_nats=flat_row[0], kernel_nats=kernel[0], loop_nats=loop[0],
+            float32_gradient=flat_row[1], kernel_gradient=kernel[1], loop_gradient=loop[1])
 
-def never(*_) -> bool:
-    return False
+    def write_files(self):
+        """Large weights, so that every token matters. One token of 40 ends a sample. Two epochs."""
+        against_trl.make_model(
+            self.folder / "model", self.shape, initializer_range=0.15 if self.tiny else 0.04,
+            eos_token_id=[1, *range(40, self.vocab, 40)])
+        against_trl.write_pairs(self.folder / "pairs.jsonl", random_pairs(16, self.lengths, self.vocab))
+        return None, {}
 
+    @torch.no_grad()
+    def sampler(self, name: str, longest: int, new_tokens: int):
+        """Log-probs that the sampler found, against those of a forward of the same samples."""
+        trains, flags = POLICIES[name]
+        scale = 4 if self.tiny else 1
+        args = rloo.Args(model=f"{self.folder}/model", max_new_tokens=new_tokens // scale, **flags)
+        rng = np.random.default_rng(0)
+        prompts = [random_ids(longest * (8 - n) // (8 * scale), self.vocab, rng) for n in range(6)]
 
-def print_rollout(name: str, trains: bool, flags):
-    """How far the sampler's log-probs are from those of a forward, and the time of a rollout."""
-    with quiet():
-        policy = rloo.load_model(flags.model, DEVICE, flags, trains)
-        prompts = [row.prompt for row in read_rows(rloo, flags)][:8]
-        tokenizer = rloo.load_tokenizer(flags.model)
+        with quiet():
+            policy = rloo.load_model(args.model, DEVICE, args, trains)
+            for weight_name, weight in policy.named_parameters():
+                if "lora_B" in weight_name:
+                    weight.add_(0.01)  # a new adapter has zeros, which change nothing
+            samples = rloo.rollout(policy, rloo.load_tokenizer(args.model), prompts, 4, 1, args)
+            logps = flat(completion_logprobs(policy, samples.groups)).cpu()
 
-        rloo.rollout(policy, tokenizer, prompts, flags.k, 1, flags)  # the first one compiles kernels
-        begin = clock()
-        samples = rloo.rollout(policy, tokenizer, prompts, flags.k, 1, flags)
-        milliseconds = 1e3 * (clock() - begin) / flags.max_new_tokens
-        logps = rloo.compute_logprobs(nullcontext(policy), samples, DEVICE, flags)
+        difference = (samples.logps[samples.mask] - logps).abs()
+        found = dict(
+            mean_nats=difference.mean().item(),
+            bound=1e-3 if args.dtype == "float32" else 5e-2,
+            max_nats=difference.max().item(),
+            tokens=len(logps),
+            ended=samples.ended.float().mean().item(),
+        )
+        return found["mean_nats"] < found["bound"], found
 
-    difference = (samples.logps - logps.cpu()).abs().sum() / samples.mask.sum()
-    print(f"| rollout, {name}: nats per token from a forward; ms per token | {difference:.1e}; {milliseconds:.1f} "
-          f"| below {'1e-3' if flags.dtype == 'float32' else '5e-2'} |", flush=True)
+    def flags(self, way: str) -> dict:
+        return COMMON | dict(
+            model=f"{self.folder}/model", data=f"{self.folder}/pairs.jsonl", out=f"{self.folder}/{way}",
+            samples=0, steps=4, batch_size=8, lr=1e-3, save_every=2)
 
+    def run(self, name: str, way: str = "first"):
+        """dpo.py, 4 steps. `resumed`: the third step raises, and the same command is given again."""
+        args = dpo.Args(**self.flags(f"{name}, {way}"), **RUNS[name])
+        found = SimpleNamespace(out=Path(args.out))
+        save_model, append = dpo.save_model, dpo.append
 
-# ---- Then: speed and memory ------------------------------------------
+        def save_and_measure(policy, *rest):
+            found.logps = self.logprobs(policy)
+            save_model(policy, *rest)
 
-def print_ways(args: Args, shape: str):
-    with tempfile.TemporaryDirectory() as folder:
-        given = files_of(args, folder)
-        pairs, tokens = against_trl.make_files(given, shape)
-        torch.cuda.empty_cache()  # for the processes
-        print(f"\n{shape}: {len(pairs):,} pairs, {tokens:,} tokens\n\n"
-              "| work | side | flags | seconds | tokens/s | peak GB |\n" + "|---" * 6 + "|", flush=True)
-        for work, side, flags in WAYS:
+        def append_until_step_3(path, rows):
+            if way == "resumed" and path.name == "metrics.jsonl" and rows[0]["step"] == 3:
+                raise InterruptedError
+            append(path, rows)
+
+        with quiet(), patch.object(dpo, "save_model", save_and_measure):
             try:
-                run = against_trl.start(replace(given, extra=json.dumps(flags)), side, shape, work, 0)
-            except SystemExit as error:  # out of memory, say: the other rows are still wanted
-                print(f"| {work} | {side} | {' '.join(flags)} | {str(error).splitlines()[-1]} |", flush=True)
-                continue
-            seconds, peak = run["seconds"], run["peak"] * 2**30 / 1e9
-            speed = f"{tokens / seconds:,.0f}" if work == "reference" else ""
-            print(f"| {work} | {side} | {' '.join(flags)} | {seconds:.3f} | {speed} | {peak:.1f} |", flush=True)
+                with patch.object(dpo, "append", append_until_step_3):
+                    found.history = dpo.main(args)
+            except InterruptedError:
+                clean_up()
+                found.history = dpo.main(args)
+        return found
+
+    @torch.no_grad()
+    def logprobs(self, model):
+        pairs = random_pairs(8, self.lengths, self.vocab)
+        return flat(completion_logprobs(model, [(prompt, answers) for prompt, *answers in pairs])).cpu()
+
+    def first_step(self, name: str):
+        """The loss is ln 2 if policy and reference agree. In the second epoch it is lower."""
+        if "LoRA" in name and not find_spec("peft"):
+            return None, dict(error="peft is not installed")
+        history = self.run(name).history[1:]
+        cached = self.run("cache, LoRA" if "LoRA" in name else "cache").history[1:]
+        gap = max(abs(line["loss"] - other["loss"]) for line, other in zip(history, cached))
+        from_ln_2 = history[0]["loss"] - math.log(2)
+        last = history[3]["loss"]
+
+        ok = abs(from_ln_2) < 5e-3 and last < math.log(2) - 1e-3 and gap < 1e-2
+        return ok, dict(
+            from_ln_2=from_ln_2, nats_per_token=history[0]["logratio"], loss_of_step_4=last,
+            from_cached_run=gap)
+
+    def compare(self, way: str):
+        """On CUDA the order of some sums is not fixed, so two equal runs may differ."""
+        one, two = self.run("cache"), self.run("cache", way)
+        found = differences(one.history, two.history)
+        weights, others = (load_file(run.out / "model/model.safetensors") for run in (one, two))
+        found["weights"] = max((weights[name] - others[name]).abs().max().item() for name in weights)
+        return found["loss"] < 1e-2, found | dict(bitwise=max(found.values()) == 0)
+
+    def saved_model(self):
+        run = self.run("cache")
+        with quiet():
+            model = dpo.load_model(f"{run.out}/model", DEVICE, dpo.Args(dtype="bfloat16"))
+            difference = (self.logprobs(model) - run.logps).abs().max().item()
+        return difference == 0, dict(max_nats=difference)
+
+    def torchrun(self):
+        """FSDP2 and, on a GPU, NCCL."""
+        flags = [f"--{name}={value}" for name, value in self.flags("torchrun").items()]
+        process = start_process(
+            "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "dpo.py", *flags)
+        output = process.communicate(timeout=120)[0]
+        if process.returncode:
+            raise RuntimeError(output)
+        history = [json.loads(line) for line in (self.folder / "torchrun/metrics.jsonl").open()]
+        found = differences(self.run("cache").history, history)
+        return found["loss"] < 1e-2, found
+
+    def pytest(self):
+        output = self.tests.communicate(timeout=120)[0]
+        failed = self.tests.returncode != 0
+        return not failed, dict(result=output[-3000:] if failed else output.strip().splitlines()[-1])
 
 
-def main(args: Args):
+def errors(truth, found) -> tuple[float, float]:
+    """Of log-probs: the mean error in nats. Of the gradient: its error as a fraction of its norm."""
+    values, gradient = (new.float() - old for old, new in zip(truth, found))
+    return values.abs().mean().item(), (gradient.norm() / truth[1].norm()).item()
+
+
+def differences(one: list[dict], two: list[dict]) -> dict[str, float]:
+    """The largest differences between the metrics of two runs."""
+    steps = list(zip(one[1:], two[1:], strict=True))
+    return {name: max(abs(x[name] - y[name]) for x, y in steps) for name in ("loss", "grad_norm")}
+
+
+def start_process(*command):
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, env=os.environ | {"HF_HUB_OFFLINE": "1"})
+    atexit.register(process.kill)
+    return process
+
+
+# ---- speed -----------------------------------------------------------
+
+class Speed:
+    """The checks of the second part. A run is main() of a script, which saves nothing."""
+
+    def __init__(self, folder: Path, args: Args):
+        self.folder, self.tiny = folder, args.tiny
+        self.shapes = ("tiny",) if args.tiny else args.shapes
+        self.lengths = (24, 12, 12) if args.tiny else (256, 256, 256)
+        self.pairs = 8 if args.tiny else 512  # of the reference pass
+        self.batch_size = 2 if args.tiny else 16
+        self.long = (40, 8) if args.tiny else (3100, 128)  # tokens of a prompt of rloo.py, and of its samples
+        self.peak = math.nan  # FLOPs per second
+
+    def checks(self) -> list:
+        checks = [("a product of bfloat16 matrices", self.matrix_product)]
+        for shape in self.shapes:
+            checks += [
+                (f"{shape}, files are written", partial(self.write_files, shape)),
+                (f"{shape}, reference pass", partial(self.reference_pass, shape))]
+            checks += [(f"{shape}, dpo.py, {name}", partial(self.dpo, shape, name)) for name in RUNS]
+            checks.append((f"{shape}, dpo.py, where a step goes", partial(self.profile, shape)))
+            if shape == self.shapes[0]:
+                checks += [(f"{shape}, rloo.py, k={k}", partial(self.rloo, shape, k)) for k in (2, 4, 8)]
+        return checks
+
+    def matrix_product(self):
+        """What the card reaches: the peak of all shares below."""
+        n = 256 if self.tiny else 8192
+        a, b = torch.randn(2, n, n, device=DEVICE, dtype=torch.bfloat16)
+        for repeats in (3, 20):  # the first ones do not count
+            begin = clock()
+            for _ in range(repeats):
+                a @ b
+            self.peak = 2 * n**3 * repeats / (clock() - begin)
+        return None, dict(tflops=self.peak / 1e12)
+
+    def write_files(self, shape: str):
+        folder, vocab = self.folder / shape, SHAPES[shape][7]
+        against_trl.make_model(folder, shape)
+        pairs = random_pairs(6 * self.batch_size, self.lengths, vocab)  # those of six steps
+        against_trl.write_pairs(folder / "pairs.jsonl", pairs)
+        ids = random_ids(self.long[0], vocab, np.random.default_rng(0))
+        against_trl.write_lines(folder / "prompts.jsonl", [{"prompt": against_trl.text_of(ids)}] * 3)
+        return None, {}
+
+    def train(self, script, shape: str, data: str, **flags) -> list[dict]:
+        folder = self.folder / shape
+        args = script.Args(
+            model=str(folder), data=f"{folder}/{data}", out=tempfile.mkdtemp(dir=folder), save_every=0,
+            **COMMON, **flags)
+        with quiet(), patch.object(script, "save_model", lambda *_: None):
+            with patch.object(script, "checkpoint_digest", lambda name: name):
+                return script.main(args)
+
+    def reference_pass(self, shape: str):
+        pairs = random_pairs(self.pairs, self.lengths, SHAPES[shape][7])
+        groups = [(prompt, answers) for prompt, *answers in pairs]
+        with quiet():
+            model = dpo.load_model(str(self.folder / shape), DEVICE, dpo.Args(dtype="bfloat16"))
+            for part in (groups[:32], groups):  # the first forwards compile kernels
+                begin = clock()
+                ReferenceCache().compute(model, part)
+                seconds = clock() - begin
+
+        # Each token goes through the linear layers, and each token of an answer through the head.
+        head = model.get_output_embeddings()
+        linear = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        n_tokens, n_prompts = count_tokens(groups), sum(len(prompt) for prompt, _ in groups)
+        flops = 2 * n_tokens * sum(module.weight.numel() for module in linear if module is not head)
+        flops += 2 * (n_tokens - n_prompts) * head.weight.numel()
+        return None, dict(tokens=n_tokens, seconds=seconds, tokens_per_second=n_tokens / seconds,
+                          share_of_peak=flops / seconds / self.peak) | memory()
+
+    def dpo(self, shape: str, name: str):
+        """The median of steps 2 to 6. With a cache, the reference's pass comes before them."""
+        if "LoRA" in name and not find_spec("peft"):
+            return None, dict(error="peft is not installed")
+        history = self.train(
+            dpo, shape, "pairs.jsonl", samples=0, steps=6, batch_size=self.batch_size, **RUNS[name])
+        found = {key: median(line[key] for line in history[2:]) for key in ("seconds", "tokens_per_second")}
+        return None, found | memory()
+
+    def rloo(self, shape: str, k: int):
+        """The second step, of one prompt and k samples."""
+        rollout, seconds = rloo.rollout, []
+
+        def timed(*inputs):
+            begin = clock()
+            samples = rollout(*inputs)
+            seconds.append(clock() - begin)
+            return samples
+
+        length, new_tokens = self.long
+        with patch.object(rloo, "rollout", timed):
+            history = self.train(
+                rloo, shape, "prompts.jsonl", reward=(f"{against_trl.__file__}:even_words",), k=k, steps=2,
+                batch_size=1, max_length=length, max_new_tokens=new_tokens)
+        return None, dict(
+            prompt=length, new_tokens=history[2]["completions/mean_length"], seconds=history[2]["seconds"],
+            rollout_seconds=seconds[1], ms_per_token=1e3 * seconds[1] / new_tokens) | memory()
+
+    def profile(self, shape: str):
+        """The third step: the kernels that take longest, how many there are, and how often the host waits.
+        One wait, a cudaDeviceSynchronize, is the clock's."""
+        profiler = torch.profiler.profile()
+        append, times = dpo.append, []
+
+        def append_and_profile(path, rows):
+            append(path, rows)
+            if path.name == "metrics.jsonl" and rows[0]["step"] in (2, 3):
+                times.append(clock())
+                profiler.start() if rows[0]["step"] == 2 else profiler.stop()
+
+        with patch.object(dpo, "append", append_and_profile):
+            self.train(dpo, shape, "pairs.jsonl", samples=0, steps=3, batch_size=self.batch_size)
+
+        events = profiler.key_averages()
+        calls = {event.key: event.count for event in events}
+        kernels = {}  # name -> its milliseconds in all
+        for event in events:
+            if DEVICE == "cpu":
+                kernels[event.key] = event.self_cpu_time_total / 1e3
+            elif event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+                kernels[event.key] = event.self_device_time_total / 1e3
+        total = sum(kernels.values())
+        longest = sorted(kernels, key=kernels.get, reverse=True)[:5]
+        return None, dict(
+            milliseconds=1e3 * (times[1] - times[0]), kernel_milliseconds=total,
+            launches=sum(n for name, n in calls.items() if "LaunchKernel" in name),
+            waits={name: n for name, n in calls.items() if name.startswith("cuda") and "Synchronize" in name},
+            copies={name: n for name, n in calls.items() if name.startswith("Memcpy")},
+            longest=[f"{kernels[name] / total:.1%} {calls[name]} x {name[:80]}" for name in longest])
+
+
+def memory() -> dict:
+    if DEVICE == "cpu":
+        return {}
+    return dict(
+        peak_gb=torch.cuda.max_memory_allocated() / 1e9,
+        reserved_gb=torch.cuda.max_memory_reserved() / 1e9)
+
+
+# ---- trl -------------------------------------------------------------
+
+class Trl:
+    """The checks of the third part: tables of against_trl.py."""
+
+    def __init__(self, folder: Path, args: Args):
+        self.shape = "tiny" if args.tiny else args.shapes[0]
+        self.tiny = args.tiny
+
+    def checks(self) -> list:
+        if not all(map(find_spec, ("trl", "peft", "datasets"))):
+            return [("TRL is not installed: pip install trl==1.16.0 peft datasets", lambda: (None, {}))]
+        if self.tiny:
+            return [("reference, dpo", partial(self.table, "--tiny", "--works", "reference", "dpo"))]
+
+        sizes = ["--shapes", self.shape, "--pairs", "256", "--batch_size", "16", "--max_length", "768"]
+        long = ["--shapes", "long", "--steps", "2", "--batch_size", "1"]
+        checks = []
+        for work in ("reference", "dpo"):
+            checks.append((f"{self.shape}, {work}", partial(self.table, *sizes, "--works", work)))
+        for k in (2, 4, 8):
+            checks.append((f"rloo, k={k}", partial(self.table, *long, "--works", f"long, k={k}")))
+        return checks
+
+    def table(self, *flags):
+        process = start_process("benchmarks/against_trl.py", "--rounds", "1", *flags)
+        output = process.communicate()[0]
+        if process.returncode:
+            raise RuntimeError(output)
+        return None, dict(lines=[line for line in output.splitlines() if line.startswith("| ")])
+
+
+# ---- All parts -------------------------------------------------------
+
+def main(args: Args) -> int:
+    """Returns the exit code."""
     if DEVICE == "cpu" and not args.tiny:
         sys.exit("gpu.py needs a GPU, and torch finds none here; --tiny shows on a CPU that it runs.")
-    against_trl.require_trl()
-    print(against_trl.versions())
-    shapes = ("tiny",) if args.tiny else args.shapes
-    for shape in shapes:
-        print_first(args, shape)
-    for shape in shapes:
-        print_ways(args, shape)
-    if not args.tiny:
-        against_trl.main(against_trl.Args(shapes=("long",), works=("long",), steps=1, rounds=1))
+    signal.signal(signal.SIGALRM, stop)
+    lines = Lines(args.results)
+    python = sys.version.split()[0]
+    lines.write("all", against_trl.versions(), None, python=python, command=" ".join(sys.argv))
+
+    for part in args.parts:
+        with tempfile.TemporaryDirectory() as folder:
+            checks = {"numbers": Numbers, "speed": Speed, "trl": Trl}[part](Path(folder), args).checks()
+            run_part(part, checks, lines, args.limit)
+    return int(lines.n_wrong > 0)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, use_underscores=True))
+    sys.exit(main(tyro.cli(Args, use_underscores=True)))

@@ -56,21 +56,25 @@ def each_model_is_loaded_and_tested_once():
     import refcache
     import rloo
     models, tokenizers = dpo.AutoModelForCausalLM, dpo.AutoTokenizer
-    enable, error_of = dpo.enable_shared_prompts, refcache.error_of
-    found = {}
+    enable, check = dpo.enable_shared_prompts, refcache.check_exact
+    found = {}  # what was tested -> None, or the exception
 
-    def remembered_error_of(core, lay_out):
+    def remembered_check(core, lay_out):
         kinds = sorted({(type(module).__name__, str(getattr(module, "scaling", ""))) for module in core.modules()})
         dtypes = sorted({str(weight.dtype) for weight in core.parameters()})
         config = core.config.to_dict() | {"_name_or_path": None}  # processes must test alike
         key = str((config, kinds, dtypes, lay_out))
         if key not in found:
-            found[key] = error_of(core, lay_out)
-        return found[key]
+            try:
+                found[key] = check(core, lay_out)
+            except Exception as error:
+                found[key] = error
+        if found[key]:
+            raise found[key]
 
     def enable_shared_prompts(model):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(refcache, "error_of", remembered_error_of)
+            patch.setattr(refcache, "check_exact", remembered_check)
             return enable(model)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,6 @@
 """ReferenceCache: exact, small, shared by jobs, safe against kills and against damaged or hostile files."""
 import functools
+import gc
 import hashlib
 import os
 import pickle
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from models import GROUPS, P, Q, bad_input, equal, flat, make, parametrize, ready, slow
 from runs import adapt, needs_peft, tiny
 
@@ -83,16 +85,42 @@ def test_tokens_per_forward_bounds_a_pass(name, budget, mean):
     assert sum(sizes) / len(sizes) > mean
 
 
-def test_fill_keeps_no_reference_to_the_model():
-    models = []
+def test_fill_frees_the_model_and_then_the_memory_of_the_gpu(monkeypatch):
+    models = []  # weak references
+    was_alive = []  # at each call of empty_cache
 
-    def load():
+    def load(hook=None):
         model = ready("llama")
         model.itself = [model]  # only a search for garbage frees it
+        if hook:
+            model.model.register_forward_pre_hook(hook)
         models.append(weakref.ref(model))
         return model
-    ReferenceCache().fill(load, GROUPS)
-    assert models[0]() is None
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: was_alive.append(models[-1]() is not None))
+    cache = ReferenceCache()
+    cache.fill(load, GROUPS)
+    assert was_alive == [False]
+
+    cache.fill(load, GROUPS)  # it is full: nothing is loaded
+    assert len(models) == len(was_alive) == 1
+
+    try:
+        ReferenceCache().fill(lambda: load(interrupt), GROUPS)
+    except KeyboardInterrupt:
+        pass  # its traceback held the model until here
+    gc.collect()
+    assert len(was_alive) == 2 and models[1]() is None
+
+
+def test_answers_of_a_prompt_keep_their_order():
+    """The policy's forward has the same row then, and rounds alike: step 1 is ln 2 in bfloat16, too."""
+    rows = []
+    ReferenceCache().fill(watched(rows), [(P, [(60, 2), (12, 4, 55, 2)])])
+    assert rows == [[[*P, 60, 2, 12, 4, 55, 2]]]
 
 
 def watched(seen, after=None):
@@ -106,7 +134,8 @@ def watched(seen, after=None):
     return lambda: model
 
 
-def test_interrupted_pass_continues_where_another_job_has_scored_some(path):
+def test_interrupted_pass_continues_where_another_job_has_scored_some(path, monkeypatch):
+    monkeypatch.setattr(refcache, "SAVE_EVERY", 1)
     groups = [(p, [(i, j, p[0]) for j in range(6)]) for i, p in enumerate([P, Q, (4, 4), (8,) * 5])]
     truth, first, rest = [], [], []
     whole = ReferenceCache(**HEADER)
@@ -122,23 +151,33 @@ def test_interrupted_pass_continues_where_another_job_has_scored_some(path):
     assert equal(continued, whole) and equal(loaded(path), whole)
 
 
-@parametrize("seconds, scored", [(1, [1, 2, 3, 4, 5]), (15, [1, 4])])
-def test_a_pass_saves_every_minute_and_at_most_a_tenth_of_its_time(path, monkeypatch, seconds, scored):
-    """For a kill that leaves no time to save. A forward takes 61 s here, and a save `seconds`."""
-    clock = SimpleNamespace(now=0, monotonic=lambda: clock.now)
-    saved = []
+def test_a_pass_saves_as_it_goes_longest_first(path, monkeypatch):
+    saved, lengths = [], []
+    monkeypatch.setattr(refcache, "SAVE_EVERY", 2)
+    monkeypatch.setattr(ReferenceCache, "save", lambda cache, path: saved.append(len(cache)))
+    groups = [((i,) * (i + 1), [(5,)]) for i in range(5)]
+    ReferenceCache(**HEADER).fill(watched(lengths), groups, 6, path)
+    assert saved == [0, 2, 4, 5]  # also before the first forward
+    assert [len(ids[0]) for ids in lengths] == [6, 5, 4, 3, 2]
 
-    def after(seconds, function):
-        def slow(*inputs):
-            clock.now += seconds
-            return function(*inputs)
-        return slow
 
-    monkeypatch.setattr(refcache, "time", clock)
-    monkeypatch.setattr(refcache, "entries_of", after(61, refcache.entries_of))
-    monkeypatch.setattr(ReferenceCache, "save", after(seconds, lambda cache, path: saved.append(len(cache))))
-    ReferenceCache().fill(load_model, [(P, [(i,) for i in range(5)])], len(P) + 1, path)
-    assert saved == [0, *scored, 5]  # also before the first forward, and at the end
+def test_a_cache_without_a_header_takes_no_file(path, whole):
+    whole.save(path)
+    with bad_input("may be of any model"):
+        ReferenceCache().load(path)
+    with bad_input("may be of any model"):
+        ReferenceCache().fill(load_model, GROUPS, path=path)
+
+
+def test_a_missing_key_says_which_prompt_to_fill():
+    with pytest.raises(KeyError, match=r"call fill first.*\[7\] after \[5, 6\]"):
+        ReferenceCache()[(5, 6), (7,)]
+
+
+def test_lists_are_filled_as_tuples(whole):
+    cache = ReferenceCache()
+    cache.fill(load_model, [(list(prompt), [list(y) for y in completions]) for prompt, completions in GROUPS], 30)
+    assert equal(cache, whole)
 
 
 def test_two_jobs_share_a_file(path, whole):

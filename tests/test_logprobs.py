@@ -1,4 +1,5 @@
 """completion_logprobs: against one forward per sequence, for many architectures and sizes of forwards."""
+import inspect
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import refcache
 from refcache import (
     SHARED, completion_logprobs, context_length, enable_shared_prompts, has_shared_prompts,
-    one_kernel_serves, pack)
+    one_kernel_serves, pack, sum_tokens)
 
 QUICK = {"llama", "mistral-window-5", "gpt2", "bert-layers-before-the-head", "gemma2-softcaps", "gemma3-window-6",
          "bloom-alibi"}
@@ -58,19 +59,6 @@ def test_size_of_the_head_chunks_changes_memory_only(name, monkeypatch):
     assert_exact(make(name), temperature=0.6)  # which divides the logits
 
 
-def test_bfloat16_head_gradient_is_as_exact_in_64_chunks(monkeypatch):
-    groups = [((5 + i,), [tuple(range(i + 1, i + 33))]) for i in range(32)]  # 1,024 completion tokens
-
-    def head_gradient(dtype, chunks):
-        set_chunks(monkeypatch, 1024 // chunks)
-        model = make("llama").bfloat16().to(dtype)
-        model.model.requires_grad_(False)
-        return values_and_gradients(completion_logprobs, model, groups)[1].double()
-    exact = head_gradient(torch.float64, 1)
-    errors = [(head_gradient(torch.bfloat16, chunks) - exact).norm() for chunks in (1, 64)]
-    assert errors[1] < 1.1 * errors[0]
-
-
 @parametrize("name, place", [
     ("llama", "target_modules"), ("gemma2-softcaps", "target_modules"), ("llama", "modules_to_save")])
 def test_adapters_of_the_head_are_exact(name, place):
@@ -100,8 +88,17 @@ def test_head_sees_completion_tokens_in_chunks(name, at_once, rows, monkeypatch)
 
 def test_pack_by_hand():
     assert pack([3, 9, 4, 6, 2], budget=10) == [[1], [3, 2], [0, 4]]
-    assert pack([3, 9, 4], budget=18, rows=[1, 1, 1]) == [[1, 2], [0]]  # a row of 4 tokens is padded to 9
-    assert pack([3, 9], budget=18, rows=[2, 1]) == [[1], [0]]  # 2 rows are padded to 9, but 9 tokens are left
+    assert pack([3, 9, 4], budget=18, is_padded=True) == [[1, 2], [0]]  # a row of 4 tokens is padded to 9
+    assert pack([8, 3, 3, 3], budget=9, is_padded=True) == [[0], [1, 2, 3]]
+
+
+def test_groups_of_unequal_size_have_no_sums():
+    assert sum_tokens([[torch.ones(2), torch.ones(3)], [torch.zeros(1), torch.ones(1)]]).tolist() == [[2, 3], [0, 1]]
+    with pytest.raises(RuntimeError, match="equal size"):
+        sum_tokens([[torch.ones(2)], [torch.ones(1), torch.ones(3), torch.ones(1)]])
+
+
+MUST_ANNOUNCE_GROUPS = "enable_gqa" in inspect.signature(refcache.varlen_attn).parameters  # not in torch 2.11
 
 
 class Kernel:
@@ -119,6 +116,7 @@ class Kernel:
         queries, keys = cu_seq_q.tolist(), cu_seq_k.tolist()
         assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
         assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
+        grouped = options.get("enable_gqa", not MUST_ANNOUNCE_GROUPS)
         left, right = window_size
         left = left + self.extra if left >= 0 else len(key)
         outputs = []
@@ -127,7 +125,7 @@ class Kernel:
             behind = places[d - c - (b - a):, None] - places  # aligned to the lower right, as in flash attention
             q, k, v = (x.float().transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
             output = F.scaled_dot_product_attention(q, k, v, (behind <= left) & (-behind <= right),
-                                                    scale=options["scale"], enable_gqa=options["enable_gqa"])
+                                                    scale=options["scale"], enable_gqa=grouped)
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).to(query.dtype)
 
@@ -165,11 +163,15 @@ def test_attention_that_is_slightly_off_gets_padded_rows(monkeypatch):
     assert not enable_shared_prompts(make("llama"))
 
 
-def test_model_blind_to_spans_gets_padded_rows():
+def test_layers_that_do_not_get_the_spans_share_nothing(monkeypatch, capsys):
+    """Also if nothing that attention does can be seen in the log-probs."""
     model = make("llama")
     for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.zero_()  # nothing that attention does can be seen
+        layer.self_attn.o_proj.weight.data.zero_()
+    use_attention(monkeypatch, lambda shared, module, *args, spans=None, **kwargs: shared(
+        module, *args, spans=spans if module.layer_idx else None, **kwargs))
     assert not enable_shared_prompts(model)
+    assert "not all layers" in capsys.readouterr().out
 
 
 @parametrize("keyword", ["softcap", "s_aux", "position_bias"])
@@ -181,7 +183,7 @@ def test_other_scores_get_padded_rows(monkeypatch, capsys, keyword):
 
 def test_mask_of_longer_rows_is_refused(monkeypatch):
     use_attention(monkeypatch, lambda shared, module, query, key, value, mask, **kwargs: shared(
-        module, query, key, value, mask if key.shape[2] < 120 else key.new_ones(1), **kwargs))
+        module, query, key, value, mask if key.shape[2] < 120 else mask.expand(-1, -1, 2, -1), **kwargs))
     model = make("llama")
     assert enable_shared_prompts(model)  # the rows of the test are shorter
     with bad_input("masks more than the future"):

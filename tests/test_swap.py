@@ -1,7 +1,6 @@
 """Swap, unsharded and check_agreement: exchanged weights, and whether policy and reference agree."""
 from contextlib import nullcontext
 from copy import deepcopy
-from itertools import permutations
 
 import pytest
 import torch
@@ -14,35 +13,24 @@ from refcache import Swap, apply_fsdp, check_agreement, unsharded
 IDS = tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
 
 
-@parametrize("name", ["llama", "llama-tied", "gpt2", "glm4-moe-buffer"])
+@parametrize("name", ["llama", "llama-tied", "gpt2"])
 @parametrize("raises", [False, True])
-def test_swap_is_bitwise_equal_in_and_out_also_of_frozen_weights(name, raises):
+def test_swap_is_bitwise_equal_in_and_out(name, raises):
     policy = make(name, 1)
-    reference = make(name, 2)
-    for values in reference.state_dict().values():  # buffers, too
-        values.add_(1)
-    policy.get_input_embeddings().requires_grad_(False)
-    before = deepcopy(policy.state_dict())
-    swap = Swap(policy, reference)
+    policy.get_output_embeddings().requires_grad_(False)
+    start = deepcopy(policy.state_dict())
+    swap = Swap(policy)
+    assert len(swap.weights) == sum(weight.requires_grad for weight in policy.parameters())
+
+    for weight in policy.parameters():
+        if weight.requires_grad:
+            weight.data.add_(1)
+    trained = deepcopy(policy.state_dict())
     with pytest.raises(KeyError) if raises else nullcontext(), swap as model:
-        assert model is policy and equal(model.state_dict(), reference.state_dict())
+        assert model is policy and equal(model.state_dict(), start)
         if raises:
             raise KeyError
-    assert equal(policy.state_dict(), before)
-
-
-@parametrize("other, changes", [("llama-tied", {}), ("qwen3", {}), ("llama", dict(rms_norm_eps=1e-3))])
-def test_reference_that_is_built_differently_is_refused(other, changes):
-    for models in permutations([make("llama"), make(other, **changes)]):
-        with bad_input("policy in"):
-            Swap(*models)
-
-
-def test_differences_that_change_no_log_prob_are_accepted():
-    reference = make("llama", 2, attention_dropout=0.1, bos_token_id=5, initializer_range=0.5, use_cache=False)
-    reference.config._name_or_path = "elsewhere"
-    with Swap(make("llama", 1), reference) as model:
-        assert torch.equal(model(IDS).logits, reference(IDS).logits)
+    assert equal(policy.state_dict(), trained)
 
 
 def test_unsharded_model_has_no_hooks_and_the_same_logits():
