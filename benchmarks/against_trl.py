@@ -316,8 +316,8 @@ def call_after_steps(script, call):
     """Calls `call` when the script has written a line of metrics.jsonl, from step 0 on."""
     append = script.append
 
-    def append_and_call(path, lines):
-        append(path, lines)
+    def append_and_call(path, *values):
+        append(path, *values)
         if path.name == "metrics.jsonl":
             call()
 

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from runs import ROOT, load
 
@@ -41,15 +40,6 @@ def test_plot_prints_the_table_of_a_real_model_and_draws_it(tmp_path):
     assert (tmp_path / "curves.png").exists()
     table = start("plot", *(ROOT / "benchmarks/runs").glob("*_sums"), "--out", tmp_path / "curves.png")
     assert re.search(r"\| eval_score \| 0\.\d+ ± 0\.\d+ \| ", table)
-
-
-def test_snippet_of_cache_page_adds_an_entry(tmp_path):
-    path = str(tmp_path / "cache.pkl")
-    ReferenceCache(reference="a").save(path)
-    exec(code_of("cache.md"), dict(path=path, prompt_ids=[5, 6], completion_ids=[7, 8], logprobs=[-0.5, -1.5]))
-    cache = ReferenceCache(reference="a")
-    cache.load(path)
-    assert np.array_equal(cache[(5, 6), (7, 8)], np.float32([-0.5, -1.5]))
 
 
 @pytest.mark.slow
