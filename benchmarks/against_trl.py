@@ -485,7 +485,7 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
     if work in ROLLOUTS:
         rows = rloo.rows_in_order(read_rows(rloo, given), args.steps * args.batch_size, given.seed)
         rows = [row.columns for row in rows]
-        extra = {"reward_funcs": rloo.load_function(given.reward[0])}
+        extra = {"reward_funcs": dpo.load_function(given.reward[0])}
         config = make_config(
             **common, per_device_train_batch_size=args.batch_size * given.k, num_generations=given.k,
             max_completion_length=given.max_new_tokens, shuffle_dataset=False)
