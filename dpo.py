@@ -54,7 +54,6 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from filelock import FileLock, Timeout
-from jinja2 import TemplateError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -426,19 +425,18 @@ def resolve(args: Args) -> Args:
         raise BadInput("give both --model and --data, or neither for the demo")
 
     # Absolute paths: a user's function may change the working directory.
-    args.model = find_path(args.model, "--model")
-    args.ref_model = find_path(args.ref_model or args.model, "--ref_model")
-    args.data = find_path(args.data, "--data")
-    args.eval_data = find_path(args.eval_data, "--eval_data")
-    if args.ref_cache:
-        args.ref_cache = str(Path(args.ref_cache).expanduser().absolute())
-    if args.score:
-        args.score = str(Path(args.score).expanduser().absolute())
-    args.out = str(Path(args.out or unfinished_folder("out/dpo")).expanduser().absolute())
+    args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
+    args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
+    args.ref_cache, args.score = absolute(args.ref_cache), absolute(args.score)
+    out, n = absolute(args.out or "out/dpo"), 1
+    while args.out is None and Path(out, "model").exists():
+        n += 1
+        out = absolute(f"out/dpo-{n}")
+    args.out = out
     if Path(args.out, "model").exists():
         raise BadInput(f"{args.out} holds a finished run: name another --out")
 
-    is_adapter = base_of(args.model) != args.model
+    is_adapter = find_path(base_of(args.model)) != args.model
     if args.lora_r and is_adapter:
         raise BadInput("--lora_r makes a new adapter, but --model is one")
     if (args.lora_alpha or args.lora_target) and not args.lora_r:
@@ -470,13 +468,17 @@ def resolve(args: Args) -> Args:
     return args
 
 
-def unfinished_folder(name: str) -> str:
-    """The first of name, name-2, name-3, .. that holds no finished run."""
-    folder, n = name, 1
-    while Path(folder, "model").exists():
-        n += 1
-        folder = f"{name}-{n}"
-    return folder
+def absolute(path: str | None) -> str | None:
+    return path and str(Path(path).expanduser().absolute())
+
+
+def find_path(name: str | None) -> str | None:
+    """An absolute path, or a name of the hub. A path to nothing is refused before the hub is asked."""
+    if name and Path(name).expanduser().exists():
+        return absolute(name)
+    if name and (name.startswith(("/", ".", "~")) or Path(name).suffix in ENDINGS):
+        raise BadInput(f"{name} does not exist")
+    return name
 
 
 # ---- Answers to held-out prompts -------------------------------------
@@ -488,7 +490,7 @@ def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Pat
     row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
     rows = list(row_of_prompt.values())[:args.samples]
     if not rows:
-        print(f"no held-out prompt has room for {args.max_new_tokens} new tokens: nothing is answered or scored")
+        print(f"no held-out prompt leaves room for {args.max_new_tokens} tokens: no samples, no score")
         return {}
 
     prompts = [row.whole_prompt for row in rows]
@@ -597,9 +599,9 @@ def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
         eval_rows = [row for row in rows if row.whole_prompt in held_out]
         rows = [row for row in rows if row.whole_prompt not in held_out]
 
-    trained = {row.whole_prompt for row in rows}
-    n_trained = sum(row.whole_prompt in trained for row in eval_rows)
-    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out, {n_trained} of these with a trained prompt")
+    prompts = {row.whole_prompt for row in rows}
+    n_known = sum(row.whole_prompt in prompts for row in eval_rows)
+    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out ({n_known} with a prompt of the former)")
 
     config = AutoConfig.from_pretrained(base_of(args.model)).get_text_config()
     largest = max(max(row.whole_prompt + row.chosen + row.rejected) for row in rows + eval_rows)
@@ -625,13 +627,8 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
         if None in rewards:
             raise BadInput(f"{source}: --loss rpo_.. needs numbers in chosen_reward and rejected_reward")
         row = Row(
-            prompt=prompt[:end],
-            chosen=with_chosen[end:],
-            rejected=with_rejected[end:],
-            rewards=rewards,
-            whole_prompt=prompt,
-            columns=columns if args.score else {},
-        )
+            prompt[:end], with_chosen[end:], with_rejected[end:], rewards=rewards, whole_prompt=prompt,
+            columns=columns if args.score else {})
         if not (row.prompt and row.chosen and row.rejected) or row.chosen == row.rejected:
             counts["dropped: equal answers, or one that begins the other"] += 1
         elif len(row.prompt) + max(len(row.chosen), len(row.rejected)) > args.max_length:
@@ -646,7 +643,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
 
 
 def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
-    """Yields the columns of each row, and token ids of its texts: the prompt, and the prompt with each answer."""
+    """Yields the columns of each row, and the token ids of its texts: the prompt, and it with each answer."""
     plain = tokenizer("a", add_special_tokens=False).input_ids
     full = tokenizer("a").input_ids
     bos = as_tuple(full[:full.index(plain[0])]) if plain else ()  # what the tokenizer puts before a text
@@ -659,7 +656,7 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
             try:
                 columns = json.loads(line) if isinstance(line, str) else line
                 rendered += render(columns, tokenizer, args, counts)
-            except (ValueError, TypeError, TemplateError) as error:
+            except Exception as error:  # of JSON, of these columns, or of the chat template
                 raise BadInput(f"{source}, row {counts['rows']}: {error}") from error
 
         # One call for about 1,000 texts, which the tokenizer divides over the cores.
@@ -673,8 +670,10 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
 
 
 def read_rows(source: str):
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. Those of JSON Lines are lines."""
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. JSON Lines stay lines."""
     ending = Path(source).suffix
+    if Path(source).is_file() and ending not in ENDINGS:
+        raise BadInput(f"{source}: expected a file that ends with {', '.join(ENDINGS)}")
     if ending == ".jsonl":
         with open(source, encoding="utf-8-sig") as file:
             return [line for line in file if line.strip()]
@@ -689,7 +688,7 @@ def read_rows(source: str):
 
 
 def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]:
-    """[(columns, texts)] of a row: the prompt, and the prompt with each answer. [] if one of them is empty."""
+    """[(columns, texts)] of a row: the prompt, and the prompt with each answer. [] if one is empty."""
     prompt, *answers = split_prompt(columns)
     if any(not "".join(texts_in(part)).strip() for part in (prompt, *answers)):
         counts["dropped: an empty prompt or answer"] += 1
@@ -751,7 +750,7 @@ def split_prompt(columns: dict) -> tuple:
 
 
 def read_text(columns: dict, name: str) -> str | list[dict]:
-    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is an empty string."""
+    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is empty."""
     if name not in columns:
         raise ValueError(f"has no column {name!r}: it has {', '.join(columns)}")
     text = without_nulls(columns[name]) or ""
@@ -809,18 +808,6 @@ def as_tuple(ids: list[int]) -> tuple[int, ...]:
     return tuple(TOKENS.setdefault(token, token) for token in ids)
 
 
-def find_path(name: str | None, flag: str) -> str | None:
-    """An absolute path, or a name of the hub as it is. A path to nothing is refused before the hub is asked."""
-    if name is None:
-        return None
-    path = Path(name).expanduser()
-    if path.exists():
-        return str(path.absolute())
-    if path.suffix in ENDINGS or name.startswith(("/", ".", "~")):
-        raise BadInput(f"{flag} {name} does not exist")
-    return name
-
-
 # ---- Models ----------------------------------------------------------
 
 def base_of(name: str) -> str:
@@ -871,11 +858,8 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     import peft
     if name == base_of(name):
         config = peft.LoraConfig(
-            r=args.lora_r,
-            lora_alpha=args.lora_alpha or 2 * args.lora_r,
-            target_modules=list(args.lora_target) or "all-linear",
-            task_type="CAUSAL_LM",
-        )
+            r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
+            target_modules=list(args.lora_target) or "all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, config)
         print("LoRA in", *sorted({name.split(".")[-1] for name in model.targeted_module_names}))
         return model
@@ -920,7 +904,7 @@ def training_state(policy, optimizer) -> dict:
 
 
 def checkpoints(out: Path) -> set[int]:
-    """The steps of complete checkpoints, out/resume-STEP. Other folders with that beginning are the user's."""
+    """The steps of complete checkpoints, out/resume-STEP. Other names are the user's."""
     steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
     return {int(step) for step in steps if step.isdigit()}
 
@@ -982,7 +966,7 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
 
 
 def append(log: Path, lines: list[dict], to_wandb=False):
-    """Adds lines to a log, which are on the disk before a checkpoint of their step is. And to Weights & Biases."""
+    """Adds lines to a log, on the disk before a checkpoint of their step is, and to Weights & Biases."""
     if not is_first_process():
         return
     with open(log, "a") as file:

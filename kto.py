@@ -8,11 +8,11 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     python kto.py  # the demo: offline, 10 s
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen  # your model, your data
 
-z estimates KL(π || π_ref), without gradient. y' answers another prompt. The paper draws it in each batch; here
-each row keeps one, whose reference log-probs can be cached. docs/recipes.md has values for lr and β.
+z estimates KL(π || π_ref), without gradient. y' answers another prompt. The paper draws it in each batch.
+Here each row keeps one, so that its reference log-probs are cached. docs/recipes.md has values for lr and β.
 
-Data: `prompt, completion, label` (true, false, 1, 0), or pairs `prompt, chosen, rejected`, which give a row of
-each kind; strings or chat messages:
+Data: `prompt, completion, label` (true, false, 1, 0), or pairs `prompt, chosen, rejected`, which give a row
+of each kind; strings or chat messages:
 
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{..}], "label": true}
 
@@ -56,7 +56,6 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
 from filelock import FileLock, Timeout
-from jinja2 import TemplateError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -408,19 +407,18 @@ def resolve(args: Args) -> Args:
         raise BadInput("give both --model and --data, or neither for the demo")
 
     # Absolute paths: a user's function may change the working directory.
-    args.model = find_path(args.model, "--model")
-    args.ref_model = find_path(args.ref_model or args.model, "--ref_model")
-    args.data = find_path(args.data, "--data")
-    args.eval_data = find_path(args.eval_data, "--eval_data")
-    if args.ref_cache:
-        args.ref_cache = str(Path(args.ref_cache).expanduser().absolute())
-    if args.score:
-        args.score = str(Path(args.score).expanduser().absolute())
-    args.out = str(Path(args.out or unfinished_folder("out/kto")).expanduser().absolute())
+    args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
+    args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
+    args.ref_cache, args.score = absolute(args.ref_cache), absolute(args.score)
+    out, n = absolute(args.out or "out/kto"), 1
+    while args.out is None and Path(out, "model").exists():
+        n += 1
+        out = absolute(f"out/kto-{n}")
+    args.out = out
     if Path(args.out, "model").exists():
         raise BadInput(f"{args.out} holds a finished run: name another --out")
 
-    is_adapter = base_of(args.model) != args.model
+    is_adapter = find_path(base_of(args.model)) != args.model
     if args.lora_r and is_adapter:
         raise BadInput("--lora_r makes a new adapter, but --model is one")
     if (args.lora_alpha or args.lora_target) and not args.lora_r:
@@ -445,13 +443,17 @@ def resolve(args: Args) -> Args:
     return args
 
 
-def unfinished_folder(name: str) -> str:
-    """The first of name, name-2, name-3, .. that holds no finished run."""
-    folder, n = name, 1
-    while Path(folder, "model").exists():
-        n += 1
-        folder = f"{name}-{n}"
-    return folder
+def absolute(path: str | None) -> str | None:
+    return path and str(Path(path).expanduser().absolute())
+
+
+def find_path(name: str | None) -> str | None:
+    """An absolute path, or a name of the hub. A path to nothing is refused before the hub is asked."""
+    if name and Path(name).expanduser().exists():
+        return absolute(name)
+    if name and (name.startswith(("/", ".", "~")) or Path(name).suffix in ENDINGS):
+        raise BadInput(f"{name} does not exist")
+    return name
 
 
 # ---- Answers to held-out prompts -------------------------------------
@@ -463,7 +465,7 @@ def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Pat
     row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
     rows = list(row_of_prompt.values())[:args.samples]
     if not rows:
-        print(f"no held-out prompt has room for {args.max_new_tokens} new tokens: nothing is answered or scored")
+        print(f"no held-out prompt leaves room for {args.max_new_tokens} tokens: no samples, no score")
         return {}
 
     prompts = [row.whole_prompt for row in rows]
@@ -572,9 +574,9 @@ def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
         eval_rows = [row for row in rows if row.whole_prompt in held_out]
         rows = [row for row in rows if row.whole_prompt not in held_out]
 
-    trained = {row.whole_prompt for row in rows}
-    n_trained = sum(row.whole_prompt in trained for row in eval_rows)
-    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out, {n_trained} of these with a trained prompt")
+    prompts = {row.whole_prompt for row in rows}
+    n_known = sum(row.whole_prompt in prompts for row in eval_rows)
+    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out ({n_known} with a prompt of the former)")
 
     config = AutoConfig.from_pretrained(base_of(args.model)).get_text_config()
     largest = max(max(row.whole_prompt + row.completion) for row in rows + eval_rows)
@@ -584,7 +586,7 @@ def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
 
 
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
-    """The rows of a file or of hub data, two for a pair. Those that cannot be trained on are dropped and counted."""
+    """The rows of a file or of hub data, two for a pair. Unusable ones are dropped and counted."""
     rows = []
     counts = Counter(rows=0)
     for columns, (prompt, *sequences) in tokenize_rows(source, tokenizer, args, counts):
@@ -602,13 +604,8 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
                 counts["whose prompt ends early: a token spans its end, or the template changes it"] += 1
 
             row = Row(
-                prompt=prompt[:end],
-                completion=with_answer[end:],
-                is_desirable=is_desirable,
-                other=(),
-                whole_prompt=prompt,
-                columns=columns if args.score else {},
-            )
+                prompt[:end], with_answer[end:], is_desirable, other=(), whole_prompt=prompt,
+                columns=columns if args.score else {})
             if not (row.prompt and row.completion):
                 counts["dropped: an answer that ends within the prompt"] += 1
             elif len(row.prompt) + len(row.completion) > args.max_length:
@@ -623,7 +620,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
 
 
 def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
-    """Yields the columns of each row, and token ids of its texts: the prompt, and the prompt with each answer."""
+    """Yields the columns of each row, and the token ids of its texts: the prompt, and it with each answer."""
     plain = tokenizer("a", add_special_tokens=False).input_ids
     full = tokenizer("a").input_ids
     bos = as_tuple(full[:full.index(plain[0])]) if plain else ()  # what the tokenizer puts before a text
@@ -636,7 +633,7 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
             try:
                 columns = json.loads(line) if isinstance(line, str) else line
                 rendered += render(columns, tokenizer, args, counts)
-            except (ValueError, TypeError, TemplateError) as error:
+            except Exception as error:  # of JSON, of these columns, or of the chat template
                 raise BadInput(f"{source}, row {counts['rows']}: {error}") from error
 
         # One call for about 1,000 texts, which the tokenizer divides over the cores.
@@ -650,8 +647,10 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
 
 
 def read_rows(source: str):
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. Those of JSON Lines are lines."""
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. JSON Lines stay lines."""
     ending = Path(source).suffix
+    if Path(source).is_file() and ending not in ENDINGS:
+        raise BadInput(f"{source}: expected a file that ends with {', '.join(ENDINGS)}")
     if ending == ".jsonl":
         with open(source, encoding="utf-8-sig") as file:
             return [line for line in file if line.strip()]
@@ -666,7 +665,7 @@ def read_rows(source: str):
 
 
 def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]:
-    """[(columns, texts)] of a row: the prompt, and the prompt with each answer. [] if one of them is empty."""
+    """[(columns, texts)] of a row: the prompt, and the prompt with each answer. [] if one is empty."""
     prompt, *answers = split_prompt(columns)
     if any(not "".join(texts_in(part)).strip() for part in (prompt, *answers)):
         counts["dropped: an empty prompt or answer"] += 1
@@ -705,7 +704,7 @@ def drops_text(rendered: str, messages: list[dict]) -> bool:
 
 
 def split_prompt(columns: dict) -> tuple:
-    """The prompt and chosen, rejected, or completion: strings, or lists of messages. They do not repeat it."""
+    """The prompt and its answers: strings, or lists of messages. The answers do not repeat the prompt."""
     names = ["chosen", "rejected"] if "chosen" in columns else ["completion"]
     answers = [read_text(columns, name) for name in names]
     is_chat = any(isinstance(answer, list) for answer in answers)
@@ -731,7 +730,7 @@ def split_prompt(columns: dict) -> tuple:
 
 
 def read_text(columns: dict, name: str) -> str | list[dict]:
-    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is an empty string."""
+    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is empty."""
     if name not in columns:
         raise ValueError(f"has no column {name!r}: it has {', '.join(columns)}")
     text = without_nulls(columns[name]) or ""
@@ -807,7 +806,7 @@ def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
 
 
 def print_balance(rows: list[Row], args: Args):
-    """Prints how many rows are desirable, and a better λ_U unless λ_D n_D / (λ_U n_U) is in [1, 4/3]: equation 8."""
+    """Prints how many rows are desirable, and a better λ_U unless λ_D n_D / (λ_U n_U) is in [1, 4/3] (8)."""
     n_desirable = sum(row.is_desirable for row in rows)
     if n_desirable in (0, len(rows)):
         raise BadInput(f"{args.data}: all rows have the same label")
@@ -815,18 +814,6 @@ def print_balance(rows: list[Row], args: Args):
     balanced = args.desirable_weight * n_desirable / (len(rows) - n_desirable)  # the λ_U that makes it 1
     if not 0.75 * balanced <= args.undesirable_weight <= balanced:  # the ratio is not between 1 and 4/3
         print(f"--undesirable_weight {balanced / 1.17:.2g} would balance them")  # 1.17: the middle
-
-
-def find_path(name: str | None, flag: str) -> str | None:
-    """An absolute path, or a name of the hub as it is. A path to nothing is refused before the hub is asked."""
-    if name is None:
-        return None
-    path = Path(name).expanduser()
-    if path.exists():
-        return str(path.absolute())
-    if path.suffix in ENDINGS or name.startswith(("/", ".", "~")):
-        raise BadInput(f"{flag} {name} does not exist")
-    return name
 
 
 # ---- Models ----------------------------------------------------------
@@ -879,11 +866,8 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     import peft
     if name == base_of(name):
         config = peft.LoraConfig(
-            r=args.lora_r,
-            lora_alpha=args.lora_alpha or 2 * args.lora_r,
-            target_modules=list(args.lora_target) or "all-linear",
-            task_type="CAUSAL_LM",
-        )
+            r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
+            target_modules=list(args.lora_target) or "all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, config)
         print("LoRA in", *sorted({name.split(".")[-1] for name in model.targeted_module_names}))
         return model
@@ -928,7 +912,7 @@ def training_state(policy, optimizer) -> dict:
 
 
 def checkpoints(out: Path) -> set[int]:
-    """The steps of complete checkpoints, out/resume-STEP. Other folders with that beginning are the user's."""
+    """The steps of complete checkpoints, out/resume-STEP. Other names are the user's."""
     steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
     return {int(step) for step in steps if step.isdigit()}
 
@@ -990,7 +974,7 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
 
 
 def append(log: Path, lines: list[dict], to_wandb=False):
-    """Adds lines to a log, which are on the disk before a checkpoint of their step is. And to Weights & Biases."""
+    """Adds lines to a log, on the disk before a checkpoint of their step is, and to Weights & Biases."""
     if not is_first_process():
         return
     with open(log, "a") as file:

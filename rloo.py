@@ -26,7 +26,7 @@ Metrics: loss, kl, learning_rate, seconds, tokens_per_second, and
     frac_reward_none, frac_reward_zero_std   samples without a reward; prompts whose rewards are all equal
     entropy, samples/distinct                nats per token; different samples
     completions/mean_length                  tokens
-    completions/clipped_ratio, clip_ratio    samples that max_new_tokens cut off; samples whose ratio is clipped
+    completions/clipped_ratio, clip_ratio    samples that were cut off; samples whose ratio is clipped
     sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max
                                              |log π − log π of the sampler| per token
     grad_norm, memory_gb                     before clipping; peak of the GPU
@@ -62,7 +62,6 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from filelock import FileLock, Timeout
-from jinja2 import TemplateError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -446,17 +445,18 @@ def resolve(args: Args) -> Args:
         raise BadInput("give both --model and --data, or neither for the demo")
 
     # Absolute paths: a user's function may change the working directory.
-    args.model = find_path(args.model, "--model")
-    args.ref_model = find_path(args.ref_model or args.model, "--ref_model")
-    args.reward_model = find_path(args.reward_model, "--reward_model")
-    args.data = find_path(args.data, "--data")
-    args.eval_data = find_path(args.eval_data, "--eval_data")
-    args.reward = tuple(str(Path(spec).expanduser().absolute()) for spec in args.reward)
-    args.out = str(Path(args.out or unfinished_folder("out/rloo")).expanduser().absolute())
+    args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
+    args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
+    args.reward, args.reward_model = tuple(map(absolute, args.reward)), find_path(args.reward_model)
+    out, n = absolute(args.out or "out/rloo"), 1
+    while args.out is None and Path(out, "model").exists():
+        n += 1
+        out = absolute(f"out/rloo-{n}")
+    args.out = out
     if Path(args.out, "model").exists():
         raise BadInput(f"{args.out} holds a finished run: name another --out")
 
-    is_adapter = base_of(args.model) != args.model
+    is_adapter = find_path(base_of(args.model)) != args.model
     if args.lora_r and is_adapter:
         raise BadInput("--lora_r makes a new adapter, but --model is one")
     if (args.lora_alpha or args.lora_target) and not args.lora_r:
@@ -473,8 +473,8 @@ def resolve(args: Args) -> Args:
         raise BadInput("--ref swap holds the policy's own start: with --ref_model choose live")
 
     # Values that would turn learning off, or around.
-    if args.k < 2 or args.batch_size < 1 or args.updates_per_rollout < 1:
-        raise BadInput("--k must be at least 2, for the baseline; --batch_size, --updates_per_rollout at least 1")
+    if args.k < 2 or args.updates_per_rollout < 1:
+        raise BadInput("--k must be at least 2, for the baseline; --updates_per_rollout at least 1")
     if args.lora_r == 0:
         raise BadInput("--lora_r 0: at least 1; leave it out to train all weights")
     if not (args.lr > 0 and args.temperature > 0 and args.epochs > 0):  # `not >` also catches NaN
@@ -487,13 +487,17 @@ def resolve(args: Args) -> Args:
     return args
 
 
-def unfinished_folder(name: str) -> str:
-    """The first of name, name-2, name-3, .. that holds no finished run."""
-    folder, n = name, 1
-    while Path(folder, "model").exists():
-        n += 1
-        folder = f"{name}-{n}"
-    return folder
+def absolute(path: str | None) -> str | None:
+    return path and str(Path(path).expanduser().absolute())
+
+
+def find_path(name: str | None) -> str | None:
+    """An absolute path, or a name of the hub. A path to nothing is refused before the hub is asked."""
+    if name and Path(name).expanduser().exists():
+        return absolute(name)
+    if name and (name.startswith(("/", ".", "~")) or Path(name).suffix in ENDINGS):
+        raise BadInput(f"{name} does not exist")
+    return name
 
 
 # ---- Sampling --------------------------------------------------------
@@ -801,9 +805,9 @@ def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
         eval_rows = [row for row in rows if row.prompt in held_out]
         rows = [row for row in rows if row.prompt not in held_out]
 
-    trained = {row.prompt for row in rows}
-    n_trained = sum(row.prompt in trained for row in eval_rows)
-    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out, {n_trained} of these with a trained prompt")
+    prompts = {row.prompt for row in rows}
+    n_known = sum(row.prompt in prompts for row in eval_rows)
+    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out ({n_known} with a prompt of the former)")
 
     config = AutoConfig.from_pretrained(base_of(args.model)).get_text_config()
     largest = max(max(row.prompt) for row in rows + eval_rows)
@@ -832,7 +836,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
 
 
 def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
-    """Yields the columns of each row, and token ids of its texts, here the prompt alone."""
+    """Yields the columns of each row, and the token ids of its texts, here the prompt alone."""
     plain = tokenizer("a", add_special_tokens=False).input_ids
     full = tokenizer("a").input_ids
     bos = as_tuple(full[:full.index(plain[0])]) if plain else ()  # what the tokenizer puts before a text
@@ -845,7 +849,7 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
             try:
                 columns = json.loads(line) if isinstance(line, str) else line
                 rendered += render(columns, tokenizer, args, counts)
-            except (ValueError, TypeError, TemplateError) as error:
+            except Exception as error:  # of JSON, of these columns, or of the chat template
                 raise BadInput(f"{source}, row {counts['rows']}: {error}") from error
 
         # One call for about 1,000 texts, which the tokenizer divides over the cores.
@@ -859,8 +863,10 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
 
 
 def read_rows(source: str):
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. Those of JSON Lines are lines."""
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. JSON Lines stay lines."""
     ending = Path(source).suffix
+    if Path(source).is_file() and ending not in ENDINGS:
+        raise BadInput(f"{source}: expected a file that ends with {', '.join(ENDINGS)}")
     if ending == ".jsonl":
         with open(source, encoding="utf-8-sig") as file:
             return [line for line in file if line.strip()]
@@ -911,7 +917,7 @@ def drops_text(rendered: str, messages: list[dict]) -> bool:
 
 
 def read_text(columns: dict, name: str) -> str | list[dict]:
-    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is an empty string."""
+    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is empty."""
     if name not in columns:
         raise ValueError(f"has no column {name!r}: it has {', '.join(columns)}")
     text = without_nulls(columns[name]) or ""
@@ -957,18 +963,6 @@ def without_nulls(value):
 def as_tuple(ids: list[int]) -> tuple[int, ...]:
     """Equal ids become one object: the data then takes 8 bytes per token instead of 36."""
     return tuple(TOKENS.setdefault(token, token) for token in ids)
-
-
-def find_path(name: str | None, flag: str) -> str | None:
-    """An absolute path, or a name of the hub as it is. A path to nothing is refused before the hub is asked."""
-    if name is None:
-        return None
-    path = Path(name).expanduser()
-    if path.exists():
-        return str(path.absolute())
-    if path.suffix in ENDINGS or name.startswith(("/", ".", "~")):
-        raise BadInput(f"{flag} {name} does not exist")
-    return name
 
 
 # ---- Models ----------------------------------------------------------
@@ -1021,11 +1015,8 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     import peft
     if name == base_of(name):
         config = peft.LoraConfig(
-            r=args.lora_r,
-            lora_alpha=args.lora_alpha or 2 * args.lora_r,
-            target_modules=list(args.lora_target) or "all-linear",
-            task_type="CAUSAL_LM",
-        )
+            r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
+            target_modules=list(args.lora_target) or "all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, config)
         print("LoRA in", *sorted({name.split(".")[-1] for name in model.targeted_module_names}))
         return model
@@ -1071,7 +1062,7 @@ def training_state(policy, optimizer) -> dict:
 
 
 def checkpoints(out: Path) -> set[int]:
-    """The steps of complete checkpoints, out/resume-STEP. Other folders with that beginning are the user's."""
+    """The steps of complete checkpoints, out/resume-STEP. Other names are the user's."""
     steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
     return {int(step) for step in steps if step.isdigit()}
 
@@ -1133,7 +1124,7 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
 
 
 def append(log: Path, lines: list[dict], to_wandb=False):
-    """Adds lines to a log, which are on the disk before a checkpoint of their step is. And to Weights & Biases."""
+    """Adds lines to a log, on the disk before a checkpoint of their step is, and to Weights & Biases."""
     if not is_first_process():
         return
     with open(log, "a") as file:

@@ -1,26 +1,28 @@
-"""dpo.py, kto.py and rloo.py against TRL's trainers: seconds of a step, peak memory, and the losses of both sides.
+"""dpo.py, kto.py and rloo.py against TRL's trainers: seconds per step, peak memory, and losses.
 
-    pip install trl==1.16.0 peft datasets                                      # needed only here
-    python benchmarks/against_trl.py --data pairs.jsonl                        # all rows; no --data: invented pairs
-    python benchmarks/against_trl.py --data pairs.jsonl --baseline ../older    # this checkout against another one
-    python benchmarks/against_trl.py --works dpo kto --steps 30 --rounds 1     # the losses of 30 steps
-    python benchmarks/against_trl.py --shapes long --works long --steps 1 --rounds 1  # memory of RLOO at true length
-    python benchmarks/against_trl.py --model out/smollm2 --data hh_train.jsonl  # a real model, see demo/get_smollm2.py
-    python benchmarks/against_trl.py --tiny                                    # does it run?
+    pip install trl==1.16.0 peft datasets                                    # needed only here
+    python benchmarks/against_trl.py --data pairs.jsonl                      # no --data: invented pairs
+    python benchmarks/against_trl.py --data pairs.jsonl --baseline ../older  # against another checkout
+    python benchmarks/against_trl.py --works dpo kto --steps 30 --rounds 1   # the losses of 30 steps
+    python benchmarks/against_trl.py --shapes long --works long --steps 1 --rounds 1  # memory of RLOO
+    python benchmarks/against_trl.py --model out/smollm2 --data hh_train.jsonl  # see demo/get_model.py
+    python benchmarks/against_trl.py --tiny                                  # does it run?
 
 reference   log-probs of the frozen model. refcache: ReferenceCache.compute. trl: precompute_ref_log_probs of
             DPOTrainer. trl + cache: the class of docs/trl.md, which also loads the reference
 dpo, kto    a step of main() and of DPOTrainer or KTOTrainer; the reference's log-probs are known
 rloo P+T    rollout of T tokens after P, reward, reference and update: a step of main() and of RLOOTrainer
-rloo sums   with --model: RLOO on demo/sums.py, and the reward of held-out sums. `rloo P+T` then has prompts with so
-            many solved sums that they have almost P tokens
+rloo sums   with --model: RLOO on demo/sums.py, and the reward of held-out sums. `rloo P+T` then has prompts
+            with so many solved sums that they have almost P tokens. Both sides stop at a token that the model
+            never draws, so each sample has its T tokens
 long        the same after 2,900 tokens, of a tiny random Qwen3 with the full vocabulary of 151,936
 
-Both sides have the same weights, token ids, order, batch size, AdamW and precision, and no gradient checkpointing; only
-prompts of 3,000 tokens with --model need it, on both sides. Every run is a process of its own; the sides take turns,
-every other round backwards. A step lasts from one log line, or on_step_end, to the next; the first does not count. Time
-is CPU seconds of one thread; of two threads (--model), or on a GPU, it is the clock's. Memory is the resident set
-(Linux), on a GPU what was allocated: at its peak, and before the first step. RLOO's samples differ between the sides.
+Both sides have the same weights, token ids, order, batch size, AdamW and precision, and no gradient
+checkpointing; only prompts of 3,000 tokens with --model need it, on both sides. Every run is a process of its
+own; the sides take turns, every other round backwards. Each round of RLOO has another seed. A step lasts from
+one log line, or on_step_end, to the next; the first does not count. Time is CPU seconds of one thread; of two
+threads (--model), or on a GPU, it is the clock's. Memory is the resident set (Linux), on a GPU what was
+allocated: at its peak, and before the first step. RLOO's samples differ between the sides.
 """
 import contextlib
 import importlib.util
@@ -46,7 +48,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [os.environ.get("CHECKOUT", str(ROOT)), str(ROOT / "demo")]  # first: the scripts that are measured
+CHECKOUT = os.environ.get("CHECKOUT", str(ROOT))
+sys.path[:0] = [CHECKOUT, str(ROOT / "demo")]  # first: the scripts that are measured
 import dpo
 import kto
 import rloo
@@ -74,14 +77,17 @@ ROLLOUTS = {  # prompt tokens, new tokens, k
 MODEL_ROLLOUTS = {  # those of --model
     "rloo sums, k=8": (0, 12, 8),
     **{f"rloo 256+16, k={k}": (256, 16, k) for k in (2, 4, 8)},
-    **{f"rloo 3000+100, k={k}": (3000, 100, k) for k in (2, 4, 8)},
+    "rloo 48+64, k=4": (48, 64, 4),  # a single sum: sharing helps least
+    "rloo 3000+100, k=8": (3000, 100, 8),
 }
+NEVER_DRAWN = ("<gh_stars>", "<unused0>")  # tokens that SmolLM2 or Gemma know, but give no probability
 MODEL_SIZES = {  # beginnings of the works of --model, and their sizes
     "dpo": dict(steps=20, batch_size=4, lr=1e-5),
     "kto": dict(steps=20, batch_size=4, lr=1e-5),
     "rloo sums": dict(steps=20, batch_size=8, lr=1e-5),
     "rloo 256": dict(steps=4, batch_size=4, lr=5e-6),
-    "rloo 3000": dict(steps=2, batch_size=1, lr=5e-6),
+    "rloo 48": dict(steps=4, batch_size=4, lr=5e-6),
+    "rloo 3000": dict(steps=3, batch_size=1, lr=5e-6),
 }
 HEAD = "| work | side | seconds | times refcache's | peak GiB | before |\n" + "|---" * 6 + "|"
 
@@ -89,23 +95,24 @@ HEAD = "| work | side | seconds | times refcache's | peak GiB | before |\n" + "|
 @dataclass
 class Args:
     shapes: tuple[str, ...] = ("body-heavy", "head-heavy")  # of SHAPES
-    works: tuple[str, ...] = ("reference", "dpo", "kto", "rloo")  # or longer beginnings of names: "rloo 32"
-    data: str | None = None  # .jsonl with prompt, chosen and rejected as strings; None: rows of preference-like lengths
+    works: tuple[str, ...] = ("reference", "dpo", "kto", "rloo")  # or beginnings of names: "rloo 32"
+    data: str | None = None  # .jsonl with prompt, chosen and rejected as strings; None: invented rows
     baseline: str | None = None  # another checkout of this project, to compare with instead of TRL
-    model: str | None = None  # a chat model's folder instead of random models; --data is then HH; sizes: MODEL_SIZES
-    results: str | None = None  # of --model: .json whose entries of these works are replaced; None: smollm2.json here
+    model: str | None = None  # a chat model's folder, not random models; --data is then HH; see MODEL_SIZES
+    results: str | None = None  # of --model: a .json in which these works are replaced; None: MODEL.json here
     pairs: int = 64  # of the data: the first ones that fit into max_length
     max_length: int = 512  # tokens of a row
     rounds: int = 3  # of all sides, in turn
+    trl_rounds: int | None = None  # fewer rounds of TRL, which is slow; None: as many
     steps: int | None = None  # of a process; the first one is not timed; None: 4, or what MODEL_SIZES says
-    batch_size: int = 4  # pairs of a DPO step, half the rows of a KTO step, prompts of an RLOO step
+    batch_size: int | None = None  # pairs, half of KTO's rows, prompts of RLOO; None: 4, or MODEL_SIZES
     reference_batch: int = 8  # pairs in a forward of TRL's reference pass
     lr: float = 1e-4
-    eps: float = 1e-3  # AdamW's; at 1e-8 the first updates are nearly lr · sign(gradient), which can amplify rounding
+    eps: float = 1e-3  # AdamW's; at 1e-8 the first updates are lr · sign(gradient), which amplifies rounding
     seed: int = 0  # of the order, and of RLOO's samples in the first round
     extra: str = "{}"  # JSON: more flags of the scripts
     tiny: bool = False  # does it run?
-    threads: int | None = None  # None: 1, with --model 2; of one thread the CPU seconds are measured, else the clock's
+    threads: int | None = None  # None: 1, with --model 2; of one thread CPU seconds count, else the clock's
     folder: str = ""  # of models and data; for the processes
     job: tuple[str, str, str, int] | None = None  # side, shape, work and round; for the processes
 
@@ -139,7 +146,8 @@ def read_pairs(args: Args, vocab: int) -> list[tuple[list[int], ...]]:
         rows = [[row[name] for name in ("prompt", "chosen", "rejected")] for row in rows]
         bpe = train_bpe([text for row in rows for text in row], vocab)
         rows = [[bpe.encode(text).ids for text in row] for row in rows]
-    fit = [(x, w, l) for x, w, l in rows if w != l and len(x) + max(len(w), len(l)) < args.max_length]  # <: and EOS
+    longest = args.max_length - 1  # without EOS
+    fit = [(x, w, l) for x, w, l in rows if w != l and len(x) + max(len(w), len(l)) <= longest]
     return fit[:args.pairs]
 
 
@@ -154,7 +162,8 @@ def text_of(ids) -> str:
 def make_model(folder: Path, shape: str, **changes):
     """A random model, and a tokenizer that has one word for each token. `changes` are those of its config."""
     sizes = dict(zip(NAMES, SHAPES[shape]))
-    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, sizes["vocab_size"])}  # word i is token i
+    words = {"<pad>": 0, "<eos>": 1}
+    words |= {f"w{i}": i for i in range(2, sizes["vocab_size"])}  # word i is token i
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast_tokenizer(tokenizer).save_pretrained(folder)
@@ -171,7 +180,8 @@ def write_lines(path: Path, rows: list[dict]):
 
 def write_pairs(path: Path, pairs: list):
     names = ("prompt", "chosen", "rejected")
-    write_lines(path, [dict(zip(names, (text_of(x), " " + text_of(w), " " + text_of(l)))) for x, w, l in pairs])
+    rows = [(text_of(x), " " + text_of(w), " " + text_of(l)) for x, w, l in pairs]
+    write_lines(path, [dict(zip(names, row)) for row in rows])
 
 
 def make_files(args: Args, shape: str) -> tuple[list, int]:
@@ -201,6 +211,7 @@ def write_chats(args: Args, folder: Path):
     folder.mkdir()
     (folder / "model").symlink_to(Path(args.model).absolute())
     tokenizer = dpo.load_tokenizer(args.model)
+    write_endless(args.model, folder / "endless")
 
     def n_tokens(messages):
         return len(tokenizer.apply_chat_template(messages, return_dict=False))
@@ -210,8 +221,10 @@ def write_chats(args: Args, folder: Path):
            and n_tokens(row["prompt"] + row["rejected"]) <= args.max_length)
     write_lines(folder / "pairs.jsonl", list(islice(fit, args.pairs)))
 
-    subprocess.run([sys.executable, ROOT / "demo/sums.py", folder / "sums"], check=True, stdout=subprocess.DEVNULL)
-    sums, solved = ([json.loads(line) for line in open(folder / f"sums/{name}.jsonl")] for name in ("prompts", "pairs"))
+    command = [sys.executable, ROOT / "demo/sums.py", folder / "sums"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    sums = [json.loads(line) for line in open(folder / "sums/prompts.jsonl")]
+    solved = [json.loads(line) for line in open(folder / "sums/pairs.jsonl")]
     rng = np.random.default_rng(0)
     for length in {length for length, *_ in ROLLOUTS.values()}:
         chats = []
@@ -224,6 +237,18 @@ def write_chats(args: Args, folder: Path):
         write_lines(folder / f"prompts-{length}.jsonl", chats)
 
 
+def write_endless(model: str, folder: Path):
+    """The same model with a stop token that it never draws: all samples are as long as they may be."""
+    tokenizer = dpo.load_tokenizer(model)
+    tokenizer.eos_token = next(token for token in NEVER_DRAWN if token in tokenizer.get_vocab())
+    tokenizer.save_pretrained(folder)
+    stops = transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    stops.save_pretrained(folder)
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).symlink_to(Path(model, name).absolute())
+
+
 def write_orders(args: Args, shape: str) -> list:
     """Writes TRL's rows in the order of main(). Returns the rows of dpo.py."""
     pairs = read_rows(dpo, settings(args, shape, "dpo"))
@@ -231,8 +256,9 @@ def write_orders(args: Args, shape: str) -> list:
     feedback = read_rows(kto, given)
     with quiet():
         feedback = kto.draw_others(feedback, feedback, given)  # y', the answers to other prompts
-    names = dict(prompt="prompt_ids", chosen="chosen_ids", rejected="rejected_ids", completion="completion_ids",
-                 other="KL_completion_ids", is_desirable="label")
+    names = dict(
+        prompt="prompt_ids", chosen="chosen_ids", rejected="rejected_ids", completion="completion_ids",
+        other="KL_completion_ids", is_desirable="label")
     for work, rows, n in (("reference", pairs, 0), ("dpo", pairs, 1), ("kto", feedback, 2)):
         if n:
             rows = dpo.rows_in_order(rows, args.steps * n * args.batch_size, args.seed)
@@ -246,20 +272,25 @@ def write_orders(args: Args, shape: str) -> list:
 def settings(args: Args, shape: str, work: str, out: str = ""):
     """The arguments of main() for this work."""
     folder = f"{args.folder}/{shape}"
-    flags = dict(model=f"{folder}/model", data=f"{folder}/pairs.jsonl", out=f"{folder}/{out}", steps=args.steps,
-                 eval_size=0, samples=0, lr=args.lr, schedule="constant", warmup=0.0, save_every=0, beta=0.1,
-                 max_length=args.max_length, batch_size=args.batch_size, seed=args.seed,
-                 dtype="bfloat16" if DEVICE == "cuda" else "float32")
+    flags = dict(
+        model=f"{folder}/model", data=f"{folder}/pairs.jsonl", out=f"{folder}/{out}", steps=args.steps,
+        eval_size=0, samples=0, lr=args.lr, schedule="constant", warmup=0.0, save_every=0, beta=0.1,
+        max_length=args.max_length, batch_size=args.batch_size, seed=args.seed,
+        dtype="bfloat16" if DEVICE == "cuda" else "float32")
     script = dpo
     if work in ROLLOUTS:
         script = rloo
         length, new_tokens, k = ROLLOUTS[work]
-        flags |= dict(data=f"{folder}/prompts-{length}.jsonl", reward=(f"{__file__}:even_words",), k=k, beta=0.05,
-                      max_new_tokens=new_tokens, max_length=length + new_tokens)
+        flags |= dict(
+            data=f"{folder}/prompts-{length}.jsonl", reward=(f"{__file__}:even_words",), k=k, beta=0.05,
+            max_new_tokens=new_tokens, max_length=length + new_tokens)
         if args.model:
-            flags |= dict(reward=(f"{ROOT}/demo/sums.py:right",), max_length=10**6, gradient_checkpointing=length > 999)
+            flags |= dict(reward=(f"{ROOT}/demo/sums.py:right",), max_length=10**6)
+            flags["gradient_checkpointing"] = length > 999
             if length == 0:
                 flags |= dict(beta=0.01, eval_data=f"{folder}/sums/prompts_test.jsonl", eval_every=5)
+            else:
+                flags["model"] = f"{folder}/endless"
     elif work == "kto":
         script = kto
         flags["batch_size"] *= 2
@@ -268,7 +299,8 @@ def settings(args: Args, shape: str, work: str, out: str = ""):
 
 def arguments(script, flags: dict):
     """Its Args. Flags that it does not have are left out."""
-    return script.Args(**{name: value for name, value in flags.items() if name in script.Args.__dataclass_fields__})
+    known = script.Args.__dataclass_fields__
+    return script.Args(**{name: value for name, value in flags.items() if name in known})
 
 
 def read_rows(script, given) -> list:
@@ -284,8 +316,8 @@ def call_after_steps(script, call):
     """Calls `call` when the script has written a line of metrics.jsonl, from step 0 on."""
     append = script.append
 
-    def append_and_call(path, lines):
-        append(path, lines)
+    def append_and_call(path, *values):
+        append(path, *values)
         if path.name == "metrics.jsonl":
             call()
 
@@ -309,10 +341,11 @@ def measure_reference_pass() -> list[float]:
 
 
 def held_out_reward(policy, tokenizer, given) -> float:
-    """The mean reward of 16 samples for each held-out prompt: both sides draw them with the same uniform numbers."""
+    """The mean reward of 16 samples per held-out prompt. Both sides draw with the same uniform numbers."""
     rows = read_rows(rloo, replace(given, data=given.eval_data))
+    prompts = [row.prompt for row in rows]
     with quiet():
-        samples = rloo.rollout(policy, tokenizer, [row.prompt for row in rows], 16, 0, replace(given, seed=0))
+        samples = rloo.rollout(policy, tokenizer, prompts, 16, 0, replace(given, seed=0))
         rewards, _ = rloo.compute_rewards(samples, rows, rloo.load_rewards(DEVICE, given))
     return rewards.mean().item()
 
@@ -383,10 +416,11 @@ def refcache(args: Args, shape: str, work: str, round: int) -> dict:
         script.save_model = lambda *values: None
     history = script.main(given)
 
-    values = {name: [line.get(name) for line in history[1:]] for name in ("loss", "reward", "completions/mean_length")}
+    lines = history[1:]
     return ticks.found() | dict(
-        losses=values["loss"], rewards=values["reward"], length=values["completions/mean_length"][0],
-        held_out=held_out, reference=sum(passes))
+        losses=[line["loss"] for line in lines], rewards=[line.get("reward") for line in lines],
+        lengths=[line.get("completions/mean_length") for line in lines], held_out=held_out,
+        reference=sum(passes))
 
 
 def cached_trainer():
@@ -408,7 +442,7 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
         make_config, parent = RLOOConfig, RLOOTrainer
     elif work == "kto":
         make_config, parent = KTOConfig, KTOTrainer
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model", padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
     ticks, pass_ticks, held_out = Ticks(), [], []
 
     class Trainer(cached_trainer() if cached else parent):
@@ -435,30 +469,37 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
             self.evaluate(state.global_step, names["model"])
 
         def evaluate(self, step, model):
-            if work in ROLLOUTS and given.eval_data and (step % given.eval_every == 0 or step == args.steps):
+            if work not in ROLLOUTS or not given.eval_data:
+                return
+            if step % given.eval_every == 0 or step == args.steps:
                 with ticks.pause():
                     held_out.append((step, held_out_reward(model, tokenizer, given)))
 
     gpu = DEVICE == "cuda"
     common = dict(
         output_dir=f"{folder}/trl-{work}-{round}", max_steps=args.steps, learning_rate=args.lr,
-        lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_epsilon=args.eps, max_grad_norm=1.0,
-        beta=given.beta, gradient_checkpointing=given.gradient_checkpointing, seed=given.seed, bf16=gpu,
+        lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0, adam_epsilon=args.eps,
+        max_grad_norm=1.0, beta=given.beta, gradient_checkpointing=given.gradient_checkpointing,
+        seed=given.seed, bf16=gpu,
         use_cpu=not gpu, dataloader_pin_memory=gpu, report_to="none", save_strategy="no", logging_steps=1)
     if work in ROLLOUTS:
         rows = rloo.rows_in_order(read_rows(rloo, given), args.steps * args.batch_size, given.seed)
         rows = [row.columns for row in rows]
-        extra = {"reward_funcs": rloo.load_function(given.reward[0])}
-        config = make_config(**common, per_device_train_batch_size=args.batch_size * given.k, num_generations=given.k,
-                             max_completion_length=given.max_new_tokens, shuffle_dataset=False)
+        extra = {"reward_funcs": dpo.load_function(given.reward[0])}
+        config = make_config(
+            **common, per_device_train_batch_size=args.batch_size * given.k, num_generations=given.k,
+            max_completion_length=given.max_new_tokens, shuffle_dataset=False)
     else:
         rows = [json.loads(line) for line in Path(f"{folder}/{work}.jsonl").read_text().splitlines()]
         extra = {}
-        config = make_config(**common, per_device_train_batch_size=args.batch_size * (2 if work == "kto" else 1),
-                             max_length=args.max_length, precompute_ref_log_probs=True,
-                             precompute_ref_batch_size=args.reference_batch, train_sampling_strategy="sequential")
-    trainer = Trainer(model=f"{folder}/model", args=config, train_dataset=Dataset.from_list(rows),
-                      processing_class=tokenizer, callbacks=[Steps()], **extra)
+        rows_per_pair = 2 if work == "kto" else 1
+        config = make_config(
+            **common, per_device_train_batch_size=args.batch_size * rows_per_pair, max_length=args.max_length,
+            precompute_ref_log_probs=True, precompute_ref_batch_size=args.reference_batch,
+            train_sampling_strategy="sequential")
+    trainer = Trainer(
+        model=given.model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
+        callbacks=[Steps()], **extra)
     seconds_of_pass = sum(pass_ticks[1::2]) - sum(pass_ticks[::2])
     if work == "reference":
         return {"seconds": seconds_of_pass}
@@ -469,7 +510,8 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
     lines = [line for line in trainer.state.log_history if "loss" in line]
     return ticks.found() | dict(
         losses=[line["loss"] for line in lines], rewards=[line.get("reward") for line in lines],
-        length=lines[0].get("completions/mean_length"), held_out=held_out, reference=seconds_of_pass)
+        lengths=[line.get("completions/mean_length") for line in lines], held_out=held_out,
+        reference=seconds_of_pass)
 
 
 SIDES = {"refcache": refcache, "baseline": refcache, "trl": trl, "trl + cache": partial(trl, cached=True)}
@@ -488,10 +530,11 @@ def run_job(args: Args):
 
 
 def start(args: Args, *job) -> dict | None:
-    """Runs a job (side, shape, work, round) in a process of its own. Returns what it found, None if it was killed."""
+    """Runs a job (side, shape, work, round) in a process of its own. Returns what it found; None: killed."""
     command = [sys.executable, __file__, "--job", *map(str, job), *["--tiny"] * args.tiny]
     for name, value in asdict(args).items():
-        if name not in ("job", "tiny", "shapes", "works", "baseline", "results") and value is not None:
+        is_for_this_process = name in ("job", "tiny", "shapes", "works", "baseline", "results")
+        if not is_for_this_process and value is not None:
             command += [f"--{name}", str(value)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["OMP_NUM_THREADS"] = str(args.threads or 1)
@@ -503,6 +546,11 @@ def start(args: Args, *job) -> dict | None:
     if ended.returncode:
         sys.exit(f"{job}: {ended.stderr[-4000:]}")
     return json.loads(ended.stdout.splitlines()[-1])
+
+
+def mean_length(runs: list[dict]) -> float:
+    """Tokens per sample, over all steps of all runs."""
+    return float(np.mean([run["lengths"] for run in runs]))
 
 
 def spread(values: list[float]) -> str:
@@ -519,6 +567,8 @@ def compare(args: Args, shape: str, work: str, tokens: int) -> str:
     runs = {side: [] for side in sides}
     for round in range(args.rounds):
         for side in sides[::-1] if round % 2 else sides:
+            if side == "trl" and args.trl_rounds and round >= args.trl_rounds:
+                continue
             runs[side].append(start(args, side, shape, work, round))
     if args.results:
         save_results(args, work, runs)
@@ -532,23 +582,24 @@ def compare(args: Args, shape: str, work: str, tokens: int) -> str:
         rate = f"; {tokens / median(seconds):,.0f} tokens/s" if work == "reference" else ""
         ratio = spread([run["seconds"] / our["seconds"] for run, our in zip(found, ours)])
         peak, before = (max(run.get(name, 0) for run in found) for name in ("peak", "before"))
-        print(f"| {work} | {side} | {spread(seconds)}{rate} | {ratio} | {peak:.2f} | {before:.2f} |", flush=True)
+        print(f"| {work} | {side} | {spread(seconds)}{rate} | {ratio} | {peak:.2f} | {before:.2f} |",
+              flush=True)
     if work in ROLLOUTS:
-        lengths = ", ".join(f"{side} {found[0]['length']:.0f}" for side, found in runs.items())
+        lengths = ", ".join(f"{side} {mean_length(found):.1f}" for side, found in runs.items())
         return f"\n{work}: tokens per sample of {lengths}"
     if work == "reference":
         return ""
     curves = [runs[side][0]["losses"] for side in sides]
     gap = max(abs(a - b) for a, b in zip(*curves))
-    ours = " ".join(f"{loss:.6f}" for loss in curves[0][::5])
-    return f"\n{work}: the losses of {args.steps} steps differ by at most {gap:.1e}; every fifth of refcache: {ours}"
+    return f"\n{work}: the losses of {args.steps} steps differ by at most {gap:.1e}"
 
 
 def save_results(args: Args, work: str, runs: dict):
     """Replaces the entry of this work, one line of the file. Times in seconds, memory in GiB."""
     path = Path(args.results)
     results = json.loads(path.read_text()) if path.exists() else {}
-    given = {name: getattr(args, name) for name in ("threads", "steps", "batch_size", "lr", "eps", "max_length")}
+    flags = ("threads", "steps", "batch_size", "lr", "eps", "max_length")
+    given = {name: getattr(args, name) for name in flags}
     results[work] = {"versions": versions(), **given, **runs}
     lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in results.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
@@ -574,7 +625,7 @@ def main(args: Args):
     works = [name for name in ("reference", "dpo", "kto", *ROLLOUTS) if name.startswith(args.works)]
     for shape in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
-            args = replace(args, folder=folder, steps=args.steps or 4)
+            args = replace(args, folder=folder, steps=args.steps or 4, batch_size=args.batch_size or 4)
             pairs, tokens = make_files(args, shape)
             print(f"\n{shape}: {len(pairs)} pairs, {tokens:,} tokens\n\n{HEAD}", flush=True)
             print(*filter(None, [compare(args, shape, work, tokens) for work in works]), sep="\n")
@@ -590,10 +641,10 @@ def compare_model(args: Args):
         sizes = {}
         if not args.tiny:
             sizes = next(sizes for name, sizes in MODEL_SIZES.items() if work.startswith(name))
-        sizes = sizes | {"steps": args.steps or sizes["steps"]}
+        asked = {name: getattr(args, name) for name in ("steps", "batch_size") if getattr(args, name)}
 
         with tempfile.TemporaryDirectory() as folder:
-            given = replace(args, folder=folder, eps=1e-8, **sizes)  # 1e-8: as people train
+            given = replace(args, folder=folder, eps=1e-8, **sizes | asked)  # 1e-8: as people train
             given.pairs = max(8, given.steps * given.batch_size)  # each at most once
             make_files(given, "model")
             notes.append(compare(given, "model", work, 0))
@@ -616,6 +667,6 @@ if __name__ == "__main__":
     if args.tiny:
         args = shrink(args)
     elif args.model and not args.results:
-        args.results = str(ROOT / "benchmarks/smollm2.json")
+        args.results = str(ROOT / f"benchmarks/{Path(args.model).name}.json")
     args.threads = args.threads or (2 if args.model else 1)
     run_job(args) if args.job else main(args)

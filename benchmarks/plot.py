@@ -2,7 +2,7 @@
 
     python benchmarks/plot.py out/dpo                                       # the folder of any run's --out
     python benchmarks/plot.py out/a out/b --metrics loss eval_score --out curves.png
-    python benchmarks/plot.py benchmarks/smollm2.json --out docs/smollm2.png  # of against_trl.py --model, and its table
+    python benchmarks/plot.py benchmarks/smollm2.json --out docs/smollm2.png  # of against_trl.py
 
 Metrics that are 0 in all runs are left out. Metrics of few steps, such as eval_*, get dots.
 """
@@ -16,8 +16,9 @@ from statistics import mean, median, stdev
 import numpy as np
 import tyro
 
-METRICS = ["loss", "rewards/margins", "rewards/accuracies", "reward", "kl", "eval_loss", "eval_rewards/margins",
-           "eval_rewards/accuracies", "eval_reward", "eval_kl", "eval_score", "samples/distinct", "grad_norm"]
+METRICS = [
+    "loss", "rewards/margins", "rewards/accuracies", "reward", "kl", "eval_loss", "eval_rewards/margins",
+    "eval_rewards/accuracies", "eval_reward", "eval_kl", "eval_score", "samples/distinct", "grad_norm"]
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito
 LOOK = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e4e4e4",
         "axes.titlesize": 11, "axes.titlelocation": "left", "legend.frameon": False}
@@ -25,9 +26,9 @@ LOOK = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
 
 @dataclass
 class Args:
-    runs: tyro.conf.Positional[tuple[str, ...]]  # folders with a metrics.jsonl; or one file of against_trl.py --model
+    runs: tyro.conf.Positional[tuple[str, ...]]  # folders with a metrics.jsonl; or a .json of against_trl.py
     metrics: tuple[str, ...] = ()  # panels; none: what the runs have of the usual ones
-    out: str = "curves.png"
+    out: str | None = "curves.png"  # None: only the table, of a .json
 
 
 def import_pyplot():
@@ -57,7 +58,7 @@ def print_table(runs: list[list[dict]]):
     print("| held out | before | after |\n|---|---|---|")
     for name in dict.fromkeys(name for lines in runs for name in lines[-1] if name.startswith("eval_")):
         ends = [[lines[i][name] for lines in runs if name in lines[i]] for i in (0, -1)]
-        cells = [f"{mean(x):.3f} ± {stdev(x) if len(x) > 1 else 0:.3f}" if x else "" for x in ends]
+        cells = [mean_std(x) if x else "" for x in ends]
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
@@ -67,41 +68,76 @@ SIDES = {"refcache": "this project", "trl": "TRL"}
 
 
 def print_comparison(results: dict):
-    """Medians over the runs of each side; of rewards the mean."""
-    print("| work | side | s per step | times ours | peak GiB | reference pass, s | result |\n" + "|---" * 7 + "|")
+    """A row per work: medians over the runs of each side, and the highest memory. Then what was computed."""
+    print("| work | here: s per step | TRL | TRL / here | here: peak GiB | TRL | tokens per sample "
+          "| timed steps |\n" + "|---" * 8 + "|")
     for work, entry in results.items():
-        ours = entry["refcache"]
-        for side, name in SIDES.items():
-            runs = entry[side]
-            if None in runs:
-                print(f"| {work} | {name} | killed, out of memory | | | | |")
-                continue
-            seconds, base = (median(run["seconds"] for run in some) for some in (runs, ours))
-            gap = max(abs(x - y) for x, y in zip(runs[0]["losses"], ours[0]["losses"]))
-            result = f"losses at most {gap:.1e} from ours"
-            if runs[0]["length"]:
-                result = f"{mean(run['length'] for run in runs):.1f} tokens per sample in step 1"
-            if runs[0]["held_out"]:
-                before, after = (mean(run["held_out"][i][1] for run in runs) for i in (0, -1))
-                total = mean(sum(run["steps"]) for run in runs)
-                result = f"held-out reward {before:.3f} to {after:.3f} in {total:.0f} s"
-            print(f"| {work} | {name} | {seconds:.2f} | {seconds / base:.1f} | {max(run['peak'] for run in runs):.1f} "
-                  f"| {median(run['reference'] for run in runs):.1f} | {result} |")
+        sides = [[run for run in entry[side] if run] for side in SIDES]  # without runs that were killed
+        cells = [format_median(runs, "seconds") for runs in sides] + [format_ratio(*sides, "seconds")]
+        cells += [f"{max(run['peak'] for run in runs):.1f}" if runs else "killed" for runs in sides]
+        cells.append(" / ".join(filter(None, map(format_lengths, sides))))
+        cells.append(" / ".join(map(format_steps, sides)))
+        print(f"| `{work}` | " + " | ".join(cells) + " |")
+        if entry["refcache"][0]["reference"]:
+            cells = [format_median(runs, "reference") for runs in sides] + [format_ratio(*sides, "reference")]
+            print(f"| reference pass of `{work}` | " + " | ".join(cells) + " | | | | |")
+
+    print()
+    for work, entry in results.items():
+        ours, theirs = ([run for run in entry[side] if run] for side in SIDES)
+        if ours and theirs and not ours[0]["lengths"][0]:
+            gap = max(abs(x - y) for x, y in zip(ours[0]["losses"], theirs[0]["losses"]))
+            print(f"{work}: the losses of {entry['steps']} steps differ by at most {gap:.1e}")
+        for name, runs in zip(SIDES.values(), (ours, theirs)):
+            if runs and runs[0]["held_out"]:
+                before, after = ([run["held_out"][i][1] for run in runs] for i in (0, -1))
+                seconds = [sum(run["steps"]) for run in runs]
+                print(f"{work}, {name}, {len(runs)} runs: held-out reward {mean_std(before)} to "
+                      f"{mean_std(after)} in {mean_std(seconds, 0)} s of training")
+
+
+def format_median(runs: list[dict], name: str) -> str:
+    return f"{median(run[name] for run in runs):.2f}" if runs else "killed, out of memory"
+
+
+def format_ratio(ours: list[dict], theirs: list[dict], name: str) -> str:
+    if not (ours and theirs):
+        return ""
+    return f"{median(run[name] for run in theirs) / median(run[name] for run in ours):.1f}"
+
+
+def format_lengths(runs: list[dict]) -> str:
+    """The mean over all samples of all runs; nothing if there are none."""
+    lengths = [length for run in runs for length in run["lengths"] if length]
+    return f"{mean(lengths):.1f}" if lengths else ""
+
+
+def format_steps(runs: list[dict]) -> str:
+    """The first step of each run is not timed, unless it is the only one."""
+    return f"{max(1, len(runs[0]['steps']) - 1)} × {len(runs)}" if runs else ""
+
+
+def mean_std(values: list[float], digits: int = 3) -> str:
+    spread = f" ± {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{spread}"
 
 
 def draw_comparison(results: dict, path: str):
-    """Held-out reward against seconds of training; and the losses of DPO, one curve on top of the other."""
+    """Held-out reward against seconds of training, mean ± std; and the losses of DPO, both curves."""
     sums = next((entry for work, entry in results.items() if work.startswith("rloo sums")), None)
     if not (sums and "dpo" in results):
         sys.exit("no picture: it needs the works dpo and rloo sums")
     figure, (left, right) = import_pyplot().subplots(1, 2, figsize=(9, 3.4))
     for (side, name), colour in zip(SIDES.items(), COLOURS):
-        curves = []  # of each run: the seconds before its evaluations, and their rewards
-        for run in sums[side]:
-            seconds = np.cumsum([0, *run["steps"]])
-            curves.append(([seconds[step] for step, _ in run["held_out"]], [reward for _, reward in run["held_out"]]))
-            left.plot(*curves[-1], color=colour, linewidth=0.8, alpha=0.4)
-        left.plot(*np.mean(curves, axis=0), color=colour, linewidth=1.8, marker="o", markersize=4, label=name)
+        runs = [run for run in sums[side] if run]
+        steps = [step for step, _ in runs[0]["held_out"]]
+        rewards = np.array([[reward for _, reward in run["held_out"]] for run in runs])  # (runs, evaluations)
+        seconds = np.mean([np.cumsum([0, *run["steps"]])[steps] for run in runs], axis=0)
+        middle, spread = rewards.mean(axis=0), rewards.std(axis=0, ddof=min(1, len(runs) - 1))
+        left.fill_between(seconds, middle - spread, middle + spread, color=colour, alpha=0.2, linewidth=0)
+        seeds = f"{len(runs)} seeds" if len(runs) > 1 else "one seed"
+        style = dict(linewidth=1.8, marker="o", markersize=4, label=f"{name}, {seeds}")
+        left.plot(seconds, middle, color=colour, **style)
 
         losses = results["dpo"][side][0]["losses"]
         style = dict(linewidth=5, alpha=0.4) if side == "refcache" else dict(linewidth=1.4)
@@ -118,7 +154,8 @@ def main(args: Args):
     if args.runs[0].endswith(".json"):
         results = json.loads(Path(args.runs[0]).read_text())
         print_comparison(results)
-        draw_comparison(results, args.out)
+        if args.out:
+            draw_comparison(results, args.out)
         return
 
     plt = import_pyplot()
@@ -137,7 +174,8 @@ def main(args: Args):
         panel.set(title=name, xlabel="step")
     for panel in panels.flat[len(names):]:
         panel.axis("off")
-    figure.legend(handles, [Path(folder).name for folder in args.runs], ncols=min(6, len(runs)), loc="upper center")
+    names_of_runs = [Path(folder).name for folder in args.runs]
+    figure.legend(handles, names_of_runs, ncols=min(6, len(runs)), loc="upper center")
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / figure.get_figheight()))
     save(figure, args.out)
     print(f"{len(names)} metrics of {len(runs)} runs: {args.out}")

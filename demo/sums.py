@@ -12,7 +12,7 @@ The files are for rloo.py, dpo.py and kto.py. Every row also has the right `answ
 
 The *_test files ask for other sums than the rest. 3 + 5 and 5 + 3 are two rows, but they are always in the same file.
 
-SmolLM2-135M-Instruct (demo/get_smollm2.py) has to learn the numbers, and to answer at all: half of its most likely
+SmolLM2-135M-Instruct (demo/get_model.py) has to learn the numbers, and to answer at all: half of its most likely
 answers are right, but only a seventh of its samples, because most of them just talk. The right answers have the form
 that the model itself uses most, `3 + 5 = 8`. A right answer `8` is about 17 times less likely, and with
 such answers a run of dpo.py did not raise the score. The wrong answers have three forms, so that pairs teach the form,

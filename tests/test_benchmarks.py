@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from runs import ROOT, load
 
@@ -22,7 +21,6 @@ def code_of(page, number=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("line, row", [
-    ("logprobs --tiny", "| 50 | 2 | 4:1 | "), ("padding --tiny", "| here | 1.00 |"),
     (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | "),
     ("against_trl --tiny", "| reference | trl + cache | "),
     ("gpu numbers --tiny", "ok    a saved model, loaded again | max_nats 0,"),
@@ -35,22 +33,13 @@ def test_benchmark_prints_rows(line, row):
     assert row in start(*line.split())
 
 
-@pytest.mark.slow
-def test_frontier_gives_table_and_pictures(tmp_path):
+def test_plot_prints_the_table_of_a_real_model_and_draws_it(tmp_path):
     pytest.importorskip("matplotlib")
-    start("frontier", "--out", tmp_path, "--tiny")
-    assert "| DPO | 0.1 | " in (tmp_path / "frontier.md").read_text()
-    start("plot", tmp_path / "dpo-0.1-0", "--out", tmp_path / "curves.png")
-    assert (tmp_path / "frontier.png").exists() and (tmp_path / "curves.png").exists()
-
-
-def test_snippet_of_cache_page_adds_an_entry(tmp_path):
-    path = str(tmp_path / "cache.pkl")
-    ReferenceCache(reference="a").save(path)
-    exec(code_of("cache.md"), dict(path=path, prompt_ids=[5, 6], completion_ids=[7, 8], logprobs=[-0.5, -1.5]))
-    cache = ReferenceCache(reference="a")
-    cache.load(path)
-    assert np.array_equal(cache[(5, 6), (7, 8)], np.float32([-0.5, -1.5]))
+    table = start("plot", ROOT / "benchmarks/smollm2.json", "--out", tmp_path / "curves.png")
+    assert "| reference pass of `dpo` | " in table and "runs: held-out reward" in table
+    assert (tmp_path / "curves.png").exists()
+    table = start("plot", *(ROOT / "benchmarks/runs").glob("*_sums"), "--out", tmp_path / "curves.png")
+    assert re.search(r"\| eval_score \| 0\.\d+ ± 0\.\d+ \| ", table)
 
 
 @pytest.mark.slow

@@ -170,9 +170,9 @@ def test_readme_is_short_and_names_every_script():
     assert README.count("\n") <= 190 and {script for script, _ in commands()} == set(SCRIPTS)
 
 
-def code_of(page):
-    """The last block of Python code of a page."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)[-1]
+def code_of(page, number=-1):
+    """A block of Python code of a page."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)[number]
 
 
 def test_the_readme_loads_a_trained_model_and_asks_it(tmp_path, monkeypatch, capsys):
@@ -183,14 +183,21 @@ def test_the_readme_loads_a_trained_model_and_asks_it(tmp_path, monkeypatch, cap
     assert "soup" in capsys.readouterr().out
 
 
-def test_the_cache_can_be_used_from_other_code(tmp_path, monkeypatch, capsys):
+def test_the_cache_can_be_used_from_other_code_and_without_the_project(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").symlink_to(ROOT / "demo")
     names = {}
-    exec(code_of("docs/cache.md"), names)
-    policy, (prompt, (_, answer)) = names["policy"], names["groups"][0]
-    assert logps(policy, [(prompt, answer)])[0].tolist() == pytest.approx(names["cache"][prompt, answer], abs=1e-5)
-    assert "tensor(" in capsys.readouterr().out and (tmp_path / "cache.pkl").exists()
+    exec(code_of("docs/cache.md", 0), names)
+    policy, (prompt, (other, answer)) = names["policy"], names["groups"][0]
+    cache = names["cache"]
+    assert logps(policy, [(prompt, answer)])[0].tolist() == pytest.approx(cache[prompt, answer], abs=1e-5)
+    assert "tensor(" in capsys.readouterr().out
+
+    exec(code_of("docs/cache.md", 1), {})
+    changed = refcache.ReferenceCache(**cache.header)
+    changed.load("cache.pkl")
+    assert changed[prompt, answer].tolist() == [-0.5, -1.5]
+    assert changed[prompt, other].tolist() == cache[prompt, other].tolist()
 
 
 @parametrize("page", ["README.md", "docs/change_it.md", "benchmarks/README.md"])

@@ -1,11 +1,12 @@
-"""demo/sums.py and demo/get_smollm2.py: data, reward and model of the README's hello world."""
+"""demo/sums.py and demo/get_model.py: data, reward and model of the README's hello world."""
 import json
+import re
 import runpy
 import subprocess
 import sys
 
 import pytest
-from runs import ROOT, read
+from runs import ROOT, TOKENIZER, read
 
 import rloo
 
@@ -28,10 +29,42 @@ def test_files_have_no_sum_in_both_and_right_answers(tmp_path):
     assert questions[""] and questions["_test"] and not questions[""] & questions["_test"]
 
 
+def test_gemma_needs_its_terms_to_be_accepted(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["get_model.py", "gemma3", str(tmp_path / "model")])
+    with pytest.raises(SystemExit, match="Gemma Terms of Use .*\n.*\n.*--accept_gemma_terms"):
+        runpy.run_path(str(ROOT / "demo/get_model.py"), run_name="__main__")
+
+
+def test_plain_template_ends_answers_and_keeps_prompts():
+    template = runpy.run_path(str(ROOT / "demo/get_model.py"))["PLAIN_TEMPLATE"]
+    chat = [{"role": "user", "content": "3 + 5?"}, {"role": "assistant", "content": "8"}]
+    prompt, whole = (
+        TOKENIZER.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=begins)
+        for messages, begins in ((chat[:1], True), (chat, False)))
+    assert prompt.endswith("User: 3 + 5?\nAssistant:") and whole == f"{prompt} 8{TOKENIZER.eos_token}\n"
+
+
+def test_recipe_of_reasoning_gym(monkeypatch, tmp_path):
+    pytest.importorskip("reasoning_gym")
+    page = (ROOT / "docs/recipes.md").read_text()
+    (program,) = re.findall(r"^```python\n(import json\n.*?)^```", page, re.S | re.M)
+    (tmp_path / "gym_task.py").write_text(program)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path("gym_task.py", run_name="__main__")
+    rows = read("gym.jsonl") + read("gym_test.jsonl")
+    assert len({row["prompt"][0]["content"] for row in rows}) == len(rows) > 150
+
+    score = runpy.run_path("gym_task.py")["score"]
+    entries = [row["entry"] for row in rows]
+    right = [[{"content": f"It is {entry['answer']}"}] for entry in entries]
+    assert set(score(right, entries)) == {1.0} and score([[{"content": "no"}]], entries[:1]) == [0.0]
+
+
 @pytest.mark.slow
 def test_rloo_teaches_sums_to_a_real_chat_model(tmp_path):
     folder = tmp_path / "smollm2"
-    made = subprocess.run([sys.executable, ROOT / "demo/get_smollm2.py", folder], capture_output=True, text=True)
+    command = [sys.executable, ROOT / "demo/get_model.py", "smollm2", folder]
+    made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"the model cannot be made here: {made.stderr[-300:]}")
     assert "The capital of France is Paris." in made.stdout
