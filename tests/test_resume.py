@@ -3,6 +3,7 @@ import os
 import random
 import shutil
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from models import bad_input, build, parametrize
+from models import bad_input, build, equal, parametrize
 from runs import EACH, FOLDER, SCRIPTS, TIED, arguments, data, needs_peft, read, save, tiny, without_speed
 from transformers.optimization import Adafactor
 
@@ -172,6 +173,26 @@ def test_runs_of_other_optimizers_resume_bitwise(make_optimizer, tmp_path, monke
     start("dpo", killed, lr=0.1, weight_decay=0.1)
     assert results(killed) == results(whole)
     assert len({line["loss"] for line in read(whole / "metrics.jsonl")[1:]}) == STEPS
+
+
+def test_weight_without_a_gradient_gets_no_state(tmp_path):
+    """As an expert that no token has reached yet, or all weights after a rollout without any reward."""
+    policy = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+    optimizer = torch.optim.AdamW(policy.parameters())
+    policy[0](torch.ones(2)).sum().backward()
+    optimizer.step()
+    (tmp_path / "args.json").write_text('{"wandb": false}')
+    for log in dpo.LOGS:
+        (tmp_path / log).touch()
+    dpo.save_checkpoint(tmp_path, 1, policy, optimizer)
+    state = {i: dict(values) for i, values in optimizer.state_dict()["state"].items() if values}
+
+    resumed = deepcopy(policy)
+    optimizer = torch.optim.AdamW(resumed.parameters())
+    assert dpo.restore_checkpoint(tmp_path, {"wandb": False}, resumed, optimizer) == 1
+    found = {i: values for i, values in optimizer.state_dict()["state"].items() if values}
+    assert found.keys() == state.keys() == {0, 1} and all(equal(found[i], state[i]) for i in state)
+    assert equal(resumed.state_dict(), policy.state_dict())
 
 
 # --- Files of the user
