@@ -955,7 +955,8 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
 
         reader = dcp.HuggingFaceStorageReader(out / f"resume-{step}")
         saved_names = reader.read_metadata().state_dict_metadata.keys()
-        state = {name: value for name, value in training_state(policy, optimizer).items() if name in saved_names}
+        state = training_state(policy, optimizer)
+        state = {name: value for name, value in state.items() if name in saved_names}
         dcp.load(state, storage_reader=reader)
 
         for name, weight in policy.named_parameters():
