@@ -9,14 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import GROUPS, build, parametrize
+from models import build, parametrize
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dpo
 import kto
 import rloo
-from refcache import ReferenceCache
 
 ROOT = Path(dpo.__file__).parent
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "demo/model")
@@ -118,12 +117,6 @@ def distance(one, two):
 def read(path):
     """The lines of a .jsonl file."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def logprobs(model):
-    known = ReferenceCache()
-    known.compute(model, GROUPS)
-    return {key: known[key].tolist() for key in known}
 
 
 def load(folder=None, script=dpo, trains=False, **flags):

@@ -105,27 +105,25 @@ def test_rpo_takes_the_rewards_of_the_data(tmp_path):
         dpo.main(arguments(**flags))
 
 
-@parametrize("script", ["dpo", "rloo"])
-def test_end_prints_answers_and_metrics_before_and_now(script, capsys):
-    flags = dict(samples=3) if script == "dpo" else {}
-    args = arguments(script, max_new_tokens=4, lr=1.0, eval_every=2, **flags)
-    history = SCRIPTS[script].main(args)
-    shown = capsys.readouterr().out
-    lines = [line for line in read(f"{args.out}/samples.jsonl") if line.get("held_out", True)]
-    for before, now in zip(lines[:3], lines[6:], strict=True):  # of steps 0 and 3
-        prompt = before["prompt"] if script == "dpo" else before["prompt"][-1]["content"]
-        end = prompt if len(prompt) <= 80 else "…" + prompt[-79:]
-        assert f"prompt  {end!r}\nbefore  {before['completion']!r}\nnow     {now['completion']!r}\n" in shown
-    for name, value in list(history[0].items())[1:]:
-        assert re.search(rf"{name} +{value:.3f} +{history[-1][name]:.3f}\n", shown)
-
-
 @EACH
-def test_report_prints_what_is_no_number_as_it_is(script, tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "a": "low", "b": null}\n{"step": 1, "a": [1], "b": 2}')
-    (tmp_path / "samples.jsonl").touch()
-    SCRIPTS[script].report(tmp_path)
-    assert re.search(r"\na +low \[1\]\nb +None +2.000\n", capsys.readouterr().out)
+def test_report_shows_answers_and_metrics_before_and_now(script, tmp_path, capsys):
+    """Metrics that are no numbers are printed as they are."""
+    metrics = dict(step=0, a="low", b=None, c=1.5), dict(step=1, d=0), dict(step=2, a=[1], b=2, c=-0.25)
+    samples = []
+    for step, text in (0, "old"), (1, "other"), (2, "new"):
+        for prompt in ("a" + "b" * 79, "a" + "b" * 80, "c", "d"):
+            message = prompt if script != "rloo" else [{"role": "user", "content": prompt}]
+            samples.append(dict(step=step, prompt=message, completion=text + prompt[:1], held_out=True, reward=0))
+    samples.insert(4, samples[4] | dict(held_out=False)) if script == "rloo" else None
+    for name, lines in ("metrics", metrics), ("samples", samples):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert SCRIPTS[script].report(tmp_path) == list(metrics)
+    shown = capsys.readouterr().out
+    answers = "".join(f"prompt  {prompt!r}\nbefore  'old{letter}'\nnow     'new{letter}'\n" for prompt, letter in (
+        ("a" + "b" * 79, "a"), ("…" + "b" * 79, "a"), ("c", "c")))
+    assert shown.startswith(answers)
+    rows = [line.split() for line in shown.removeprefix(answers).splitlines()[1:-1]]
+    assert rows == [["a", "low", "[1]"], ["b", "None", "2.000"], ["c", "1.500", "-0.250"]]
 
 
 @EACH
@@ -255,6 +253,13 @@ def test_generation_config_changes_no_answer():
     with pytest.raises(ZeroDivisionError):
         answers_of(policy)
     assert policy.generation_config.top_k == 1, "it is saved with the model"
+
+
+def test_longer_prompts_of_a_batch_change_no_answer():
+    policy = load()
+    policy.lm_head.weight.data.mul_(1e4)  # so each next token is certain
+    prompts = [(5,), (9, 4, 7, 300), (7, 8), (60, 12, 7, 90, 41, 3)]
+    assert answers_of(policy, prompts) == [answers_of(policy, [prompt])[0] for prompt in prompts]
 
 
 def test_answers_are_of_the_whole_vocabulary(uniform):

@@ -2,7 +2,6 @@
 import asyncio
 import math
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -144,14 +143,15 @@ def functions_of(*specs):
     return [function for _, function, _ in rloo.load_rewards("cpu", Args(reward=specs))]
 
 
-def test_process_pool_finds_the_functions_of_reward_files(tmp_path):
-    """Two of one file, and one of another file with its name."""
+def test_reward_files_of_one_name_are_two_modules(tmp_path):
+    """A process pool finds a function by the name of its module."""
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "rules.py").write_text(f"def f(x):\n    return x + '{folder}'\n\ndef g(x):\n    return x")
+        (tmp_path / folder / "rules.py").write_text(f"def f():\n    return '{folder}'\n\ndef g():\n    pass")
     functions = functions_of(*(f"{tmp_path}/{name}" for name in ("one/rules.py:f", "one/rules.py:g", "two/rules.py:f")))
-    with ProcessPoolExecutor(1) as pool:
-        assert [pool.submit(function, "x").result() for function in functions] == ["xone", "x", "xtwo"]
+    assert functions[0]() == "one" and functions[2]() == "two"
+    for function in functions:
+        assert vars(sys.modules[function.__module__])[function.__name__] is function
 
 
 def test_reward_file_is_read_anew_and_replaces_no_module(tmp_path):

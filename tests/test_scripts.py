@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import tyro
-from models import bad_input, logps, parametrize
+from models import logps, parametrize
 from runs import EACH, ROOT, SCRIPTS, arguments
 
 import refcache
@@ -108,13 +108,6 @@ def test_wrong_input_is_one_sentence(script, tmp_path, capsys):
         *above, sentence = capsys.readouterr().err.splitlines()
         assert re.fullmatch(rf"{script}\.py: {words}", sentence)
         assert not any("Traceback" in line for line in above)
-
-
-@EACH
-def test_a_missing_demo(script, monkeypatch, tmp_path):
-    monkeypatch.setattr(SCRIPTS[script], "HERE", tmp_path)
-    with bad_input("give both --model and --data"):
-        SCRIPTS[script].resolve(SCRIPTS[script].Args())
 
 
 @EACH
