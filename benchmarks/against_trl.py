@@ -240,6 +240,8 @@ def write_chats(args: Args, folder: Path):
 def write_endless(model: str, folder: Path):
     """The same model with a stop token that it never draws: all samples are as long as they may be."""
     tokenizer = dpo.load_tokenizer(model)
+    turn_end = repr(tokenizer.eos_token)  # the prompts stay as they are
+    tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", turn_end)
     tokenizer.eos_token = next(token for token in NEVER_DRAWN if token in tokenizer.get_vocab())
     tokenizer.save_pretrained(folder)
     stops = transformers.GenerationConfig(
