@@ -485,7 +485,8 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
     if work in ROLLOUTS:
         rows = rloo.rows_in_order(read_rows(rloo, given), args.steps * args.batch_size, given.seed)
         rows = [row.columns for row in rows]
-        extra = {"reward_funcs": dpo.load_function(given.reward[0])}
+        file, _, name = given.reward[0].rpartition(":")
+        extra = {"reward_funcs": getattr(dpo.load_module(file), name)}
         config = make_config(
             **common, per_device_train_batch_size=args.batch_size * given.k, num_generations=given.k,
             max_completion_length=given.max_new_tokens, shuffle_dataset=False)
