@@ -18,7 +18,8 @@ Shapes: B pairs in a batch; (B,) is one value per pair. w is the chosen answer y
 
 Metrics: loss, learning_rate, seconds, tokens_per_second, and
     rewards/chosen, rewards/rejected   β (log π − log π_ref) of an answer (simpo alone: per token)
-    rewards/margins, /accuracies       their difference; fraction of pairs where it is > 0, ties count 1/2
+    rewards/margins                    their difference
+    rewards/accuracies                 fraction of pairs where it is > 0, ties count 1/2
     logps/chosen, logps/rejected       log π(y|x)
     logratio, nll/chosen               |log π(y_w|x) − log π_ref(y_w|x)| and −log π(y_w|x), per token
     grad_norm, memory_gb               before clipping; peak of the GPU
@@ -28,12 +29,12 @@ Metrics: loss, learning_rate, seconds, tokens_per_second, and
 Not here: tensor or pipeline parallelism, images, truncated rows.
 """
 import hashlib
+import importlib.util
 import json
 import math
 import os
 import random
 import re
-import runpy
 import shutil
 import sys
 import time
@@ -53,7 +54,6 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from filelock import FileLock, Timeout
-from jinja2 import TemplateError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -271,9 +271,9 @@ def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> di
 
 def evaluate(policy, tokenizer, rows: list[Row], reference, score, step: int, out: Path, args: Args) -> dict:
     """Mean metrics of held-out rows, and of answers to their prompts."""
-    if not rows:
-        return {}
     values = write_samples(policy, tokenizer, rows, score, step, out, args)
+    if not rows:
+        return values
     ref_logps = reference_logprobs(reference, groups_of(rows), args.tokens_per_forward)
     means = run_batch(policy, rows, ref_logps, args, train=False)
     return values | {f"eval_{name}": value for name, value in means.items()}
@@ -315,7 +315,8 @@ def train(args: Args, out: Path) -> list[dict]:
     run = describe_run(train_rows, eval_rows, args)
     score = None
     if args.score and is_first_process():
-        score = load_function(args.score)
+        file, _, name = args.score.rpartition(":")
+        score = getattr(load_module(file), name)
     if score and eval_rows:  # try it on one answer, so that it does not fail after the reference's pass
         answer = tokenizer.decode(eval_rows[0].chosen, skip_special_tokens=True)
         score_answers(score, eval_rows[:1], [answer], args)
@@ -424,21 +425,18 @@ def resolve(args: Args) -> Args:
         raise BadInput("give both --model and --data, or neither for the demo")
 
     # Absolute paths: a user's function may change the working directory.
-    args.model = find_path(args.model, "--model")
-    args.ref_model = find_path(args.ref_model or args.model, "--ref_model")
-    args.data = find_path(args.data, "--data")
-    args.eval_data = find_path(args.eval_data, "--eval_data")
-    args.ref_cache = args.ref_cache and os.path.abspath(os.path.expanduser(args.ref_cache))
-    if args.out is None:
-        args.out, n = "out/dpo", 1
-        while Path(args.out, "model").exists():
-            n += 1
-            args.out = f"out/dpo-{n}"
-    args.out = os.path.abspath(os.path.expanduser(args.out))
+    args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
+    args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
+    args.ref_cache, args.score = absolute(args.ref_cache), absolute(args.score)
+    out, n = absolute(args.out or "out/dpo"), 1
+    while args.out is None and Path(out, "model").exists():
+        n += 1
+        out = absolute(f"out/dpo-{n}")
+    args.out = out
     if Path(args.out, "model").exists():
         raise BadInput(f"{args.out} holds a finished run: name another --out")
 
-    is_adapter = base_of(args.model) != args.model
+    is_adapter = find_path(base_of(args.model)) != args.model
     if args.lora_r and is_adapter:
         raise BadInput("--lora_r makes a new adapter, but --model is one")
     if (args.lora_alpha or args.lora_target) and not args.lora_r:
@@ -463,9 +461,24 @@ def resolve(args: Args) -> Args:
         raise BadInput("--label_smoothing is for --loss sigmoid, and below 0.5")
     if not (args.lr > 0 and args.beta > 0 and args.epochs > 0):  # `not >` also catches NaN
         raise BadInput(f"--lr {args.lr:g}, --beta {args.beta:g}, --epochs {args.epochs:g}: must be above 0")
+    if args.lora_r == 0:
+        raise BadInput("--lora_r 0: at least 1; leave it out to train all weights")
     if args.steps < -1 or not (args.warmup >= 0 and args.max_grad_norm >= 0):
         raise BadInput("--steps must be at least -1, --warmup and --max_grad_norm at least 0")
     return args
+
+
+def absolute(path: str | None) -> str | None:
+    return path and str(Path(path).expanduser().absolute())
+
+
+def find_path(name: str | None) -> str | None:
+    """An absolute path, or a name of the hub. A path to nothing is refused before the hub is asked."""
+    if name and Path(name).expanduser().exists():
+        return absolute(name)
+    if name and (name.startswith(("/", ".", "~")) or Path(name).suffix in ENDINGS):
+        raise BadInput(f"{name} does not exist")
+    return name
 
 
 # ---- Answers to held-out prompts -------------------------------------
@@ -477,6 +490,7 @@ def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Pat
     row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
     rows = list(row_of_prompt.values())[:args.samples]
     if not rows:
+        print(f"no held-out prompt leaves room for {args.max_new_tokens} tokens: no samples, no score")
         return {}
 
     prompts = [row.whole_prompt for row in rows]
@@ -522,11 +536,18 @@ def generate(policy, tokenizer, prompts: list[tuple], args: Args) -> list[tuple]
     return answers
 
 
-def load_function(spec: str):
-    """The function that FILE.py:FUNCTION names, from the file as it is now."""
-    file, _, name = spec.partition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    return runpy.run_path(file)[name]
+def load_module(file: str):
+    """A user's file, as it is now, as a module. By the module's name a process pool finds its functions."""
+    path = os.path.abspath(file)
+    sys.path.insert(0, os.path.dirname(path))  # for its own imports, and for those of the pool
+    name = Path(path).stem
+    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != path:
+        name += "_"  # another module has this name
+
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
+    sys.modules[name] = module
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))  # a cache of bytecode may be old
+    return module
 
 
 def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[float | None]:
@@ -578,9 +599,14 @@ def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
         eval_rows = [row for row in rows if row.whole_prompt in held_out]
         rows = [row for row in rows if row.whole_prompt not in held_out]
 
-    trained = {row.whole_prompt for row in rows}
-    n_trained = sum(row.whole_prompt in trained for row in eval_rows)
-    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out, {n_trained} of these with a trained prompt")
+    prompts = {row.whole_prompt for row in rows}
+    n_known = sum(row.whole_prompt in prompts for row in eval_rows)
+    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out ({n_known} with a prompt of the former)")
+
+    config = AutoConfig.from_pretrained(base_of(args.model)).get_text_config()
+    largest = max(max(row.whole_prompt + row.chosen + row.rejected) for row in rows + eval_rows)
+    if largest >= config.vocab_size:
+        raise BadInput(f"{args.model} has no embedding for token {largest} of its tokenizer")
     return rows, eval_rows
 
 
@@ -588,20 +614,21 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     """The rows of a file or of hub data. Rows that cannot be trained on are dropped and counted."""
     rows = []
     counts = Counter(rows=0)
+    needs_rewards = any(name.startswith("rpo") for name in args.loss)
     for columns, (prompt, with_chosen, with_rejected) in tokenize_rows(source, tokenizer, args, counts):
         # The prompt gets no loss. It ends where the three sequences begin to differ.
         end = common_length(prompt, with_chosen, with_rejected)
         if end < len(prompt):
             counts["whose prompt ends early: a token spans its end, or the template changes it"] += 1
 
+        rewards = (0.0, 0.0)
+        if needs_rewards:
+            rewards = (columns.get("chosen_reward"), columns.get("rejected_reward"))
+        if None in rewards:
+            raise BadInput(f"{source}: --loss rpo_.. needs numbers in chosen_reward and rejected_reward")
         row = Row(
-            prompt=prompt[:end],
-            chosen=with_chosen[end:],
-            rejected=with_rejected[end:],
-            rewards=(float(columns.get("chosen_reward", 0)), float(columns.get("rejected_reward", 0))),
-            whole_prompt=prompt,
-            columns=columns if args.score else {},
-        )
+            prompt[:end], with_chosen[end:], with_rejected[end:], rewards=rewards, whole_prompt=prompt,
+            columns=columns if args.score else {})
         if not (row.prompt and row.chosen and row.rejected) or row.chosen == row.rejected:
             counts["dropped: equal answers, or one that begins the other"] += 1
         elif len(row.prompt) + max(len(row.chosen), len(row.rejected)) > args.max_length:
@@ -616,7 +643,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
 
 
 def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
-    """Yields the columns of each row, and token ids of its texts: the prompt, and the prompt with each answer."""
+    """Yields the columns of each row, and the token ids of its texts: the prompt, and it with each answer."""
     plain = tokenizer("a", add_special_tokens=False).input_ids
     full = tokenizer("a").input_ids
     bos = as_tuple(full[:full.index(plain[0])]) if plain else ()  # what the tokenizer puts before a text
@@ -629,7 +656,7 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
             try:
                 columns = json.loads(line) if isinstance(line, str) else line
                 rendered += render(columns, tokenizer, args, counts)
-            except (ValueError, TypeError, TemplateError) as error:
+            except Exception as error:  # of JSON, of these columns, or of the chat template
                 raise BadInput(f"{source}, row {counts['rows']}: {error}") from error
 
         # One call for about 1,000 texts, which the tokenizer divides over the cores.
@@ -643,8 +670,10 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
 
 
 def read_rows(source: str):
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. Those of JSON Lines are lines."""
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. JSON Lines stay lines."""
     ending = Path(source).suffix
+    if Path(source).is_file() and ending not in ENDINGS:
+        raise BadInput(f"{source}: expected a file that ends with {', '.join(ENDINGS)}")
     if ending == ".jsonl":
         with open(source, encoding="utf-8-sig") as file:
             return [line for line in file if line.strip()]
@@ -659,13 +688,12 @@ def read_rows(source: str):
 
 
 def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]:
-    """[(columns, texts)] of a row: the prompt, and the prompt with each answer. [] if one of them is empty."""
-    columns = {name: without_nulls(value) for name, value in columns.items()}
+    """[(columns, texts)] of a row: the prompt, and the prompt with each answer. [] if one is empty."""
     prompt, *answers = split_prompt(columns)
     if any(not "".join(texts_in(part)).strip() for part in (prompt, *answers)):
         counts["dropped: an empty prompt or answer"] += 1
         return []
-    columns["prompt"] = prompt
+    columns = columns | {"prompt": prompt}
 
     if isinstance(prompt, str):  # strings end with EOS, chats as their template ends them
         eos = tokenizer.eos_token
@@ -675,16 +703,27 @@ def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]
             counts["strings, without the chat template; see demo/prepare_chat.py"] += 1
         return [(columns, [prompt, *(prompt + answer.removesuffix(eos) + eos for answer in answers)])]
 
-    tools = columns.get("tools")
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    options = args.chat_template_kwargs | (columns.get("chat_template_kwargs") or {})
-    apply_template = partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+    apply_template = template_of(columns, tokenizer, args)
     texts = [apply_template(prompt, add_generation_prompt=True)]
     texts += [apply_template(prompt + answer) for answer in answers]
-    for messages, text in zip((prompt[-1:], *answers), texts):
-        if any(letters_of(part) not in letters_of(text) for part in texts_in(messages)):
-            counts["texts that the template drops or changes"] += 1
+    if any(map(drops_text, texts, (prompt[-1:], *answers))):
+        counts["with text that the template drops"] += 1
     return [(columns, texts)]
+
+
+def template_of(columns: dict, tokenizer, args: Args):
+    """The chat template as a function of messages, with the tools and the options of a row."""
+    tools = without_nulls(columns.get("tools"))
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    options = args.chat_template_kwargs | without_nulls(columns.get("chat_template_kwargs") or {})
+    return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+
+
+def drops_text(rendered: str, messages: list[dict]) -> bool:
+    """Whether a text of these messages is missing in what the template has written."""
+    written = letters_of(rendered)
+    return any(letters_of(text) not in written for text in texts_in(messages))
 
 
 def split_prompt(columns: dict) -> tuple:
@@ -711,10 +750,10 @@ def split_prompt(columns: dict) -> tuple:
 
 
 def read_text(columns: dict, name: str) -> str | list[dict]:
-    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is an empty string."""
+    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is empty."""
     if name not in columns:
         raise ValueError(f"has no column {name!r}: it has {', '.join(columns)}")
-    text = columns[name] or ""
+    text = without_nulls(columns[name]) or ""
     if isinstance(text, str):
         return text
 
@@ -769,18 +808,6 @@ def as_tuple(ids: list[int]) -> tuple[int, ...]:
     return tuple(TOKENS.setdefault(token, token) for token in ids)
 
 
-def find_path(name: str | None, flag: str) -> str | None:
-    """An absolute path, or a name of the hub as it is. A path to nothing is refused before the hub is asked."""
-    if name is None:
-        return None
-    path = Path(name).expanduser()
-    if path.exists():
-        return str(path.absolute())
-    if path.suffix in ENDINGS or name.startswith(("/", ".", "~")):
-        raise BadInput(f"{flag} {name} does not exist")
-    return name
-
-
 # ---- Models ----------------------------------------------------------
 
 def base_of(name: str) -> str:
@@ -831,11 +858,8 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     import peft
     if name == base_of(name):
         config = peft.LoraConfig(
-            r=args.lora_r,
-            lora_alpha=args.lora_alpha or 2 * args.lora_r,
-            target_modules=list(args.lora_target) or "all-linear",
-            task_type="CAUSAL_LM",
-        )
+            r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
+            target_modules=list(args.lora_target) or "all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, config)
         print("LoRA in", *sorted({name.split(".")[-1] for name in model.targeted_module_names}))
         return model
@@ -880,7 +904,7 @@ def training_state(policy, optimizer) -> dict:
 
 
 def checkpoints(out: Path) -> set[int]:
-    """The steps of complete checkpoints, out/resume-STEP. Other folders with that beginning are the user's."""
+    """The steps of complete checkpoints, out/resume-STEP. Other names are the user's."""
     steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
     return {int(step) for step in steps if step.isdigit()}
 
@@ -904,11 +928,14 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
     """Refuses a folder that is not this run's. Restores its newest checkpoint, cuts the logs to its step, and
     returns it, or 0."""
     file = out / "args.json"
-    if file.exists() or any((out / log).exists() for log in LOGS):  # logs without args.json are not ours
-        saved = json.loads(file.read_text()) if file.exists() else {}
+    has_logs = any((out / log).exists() for log in LOGS)  # before file.exists(): args.json comes first
+    if file.exists():
+        saved = json.loads(file.read_text())
         differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
         if differing:
             raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
+    elif has_logs:
+        raise BadInput(f"{out} has logs, but not of a run of this script: name another --out")
 
     step = max(checkpoints(out), default=0)
     if step:
@@ -939,7 +966,7 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
 
 
 def append(log: Path, lines: list[dict], to_wandb=False):
-    """Adds lines to a log, which are on the disk before a checkpoint of their step is. And to Weights & Biases."""
+    """Adds lines to a log, on the disk before a checkpoint of their step is, and to Weights & Biases."""
     if not is_first_process():
         return
     with open(log, "a") as file:

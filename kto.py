@@ -8,11 +8,11 @@ Ethayarajh et al. 2024, KTO: Model Alignment as Prospect Theoretic Optimization,
     python kto.py  # the demo: offline, 10 s
     python kto.py --model Qwen/Qwen3-0.6B --data feedback.jsonl --out out/qwen  # your model, your data
 
-z estimates KL(π || π_ref), without gradient. y' answers another prompt. The paper draws it in each batch; here
-each row keeps one, whose reference log-probs can be cached. docs/recipes.md has values for lr and β.
+z estimates KL(π || π_ref), without gradient. y' answers another prompt. The paper draws it in each batch.
+Here each row keeps one, so that its reference log-probs are cached. docs/recipes.md has values for lr and β.
 
-Data: `prompt, completion, label` (true, false, 1, 0), or pairs `prompt, chosen, rejected`, which give a row of
-each kind; strings or chat messages:
+Data: `prompt, completion, label` (true, false, 1, 0), or pairs `prompt, chosen, rejected`, which give a row
+of each kind; strings or chat messages:
 
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "completion": [{..}], "label": true}
 
@@ -32,12 +32,12 @@ Metrics: loss, learning_rate, seconds, tokens_per_second, and
 Not here: tensor or pipeline parallelism, images, truncated rows.
 """
 import hashlib
+import importlib.util
 import json
 import math
 import os
 import random
 import re
-import runpy
 import shutil
 import sys
 import time
@@ -46,7 +46,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -77,9 +77,10 @@ DEMO = dict(
     lr=2e-4,
     beta=1.0,  # with 0.1 all answers become alike
 )
-TOKENS = {}
-LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+TOKENS = {}  # id -> id, see as_tuple
+ENDINGS = (".jsonl", ".json", ".csv", ".parquet")  # of files
 LOGS = ("metrics.jsonl", "samples.jsonl")
+LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 MAY_CHANGE = {  # flags that may differ when a run is resumed
     "out", "ref_cache", "wandb", "tokens_per_forward", "gradient_checkpointing", "save_every", "eval_every",
     "chat_template_kwargs"}
@@ -247,9 +248,9 @@ def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> di
 
 def evaluate(policy, tokenizer, rows: list[Row], reference, score, step: int, out: Path, args: Args) -> dict:
     """Mean metrics of held-out rows, and of answers to their prompts."""
-    if not rows:
-        return {}
     values = write_samples(policy, tokenizer, rows, score, step, out, args)
+    if not rows:
+        return values
     ref_logps = reference_logprobs(reference, groups_of(rows + with_others(rows)), args.tokens_per_forward)
     means = run_batch(policy, rows, ref_logps, args, train=False)
     return values | {f"eval_{name}": value for name, value in means.items()}
@@ -295,7 +296,8 @@ def train(args: Args, out: Path) -> list[dict]:
     run = describe_run(train_rows, eval_rows, args)
     score = None
     if args.score and is_first_process():
-        score = load_function(args.score)
+        file, _, name = args.score.rpartition(":")
+        score = getattr(load_module(file), name)
     if score and eval_rows:  # try it on one answer, so that it does not fail after the reference's pass
         answer = tokenizer.decode(eval_rows[0].completion, skip_special_tokens=True)
         score_answers(score, eval_rows[:1], [answer], args)
@@ -407,17 +409,16 @@ def resolve(args: Args) -> Args:
     # Absolute paths: a user's function may change the working directory.
     args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
     args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
-    args.ref_cache = args.ref_cache and os.path.abspath(os.path.expanduser(args.ref_cache))
-    if args.out is None:
-        args.out, n = "out/kto", 1
-        while Path(args.out, "model").exists():
-            n += 1
-            args.out = f"out/kto-{n}"
-    args.out = os.path.abspath(os.path.expanduser(args.out))
+    args.ref_cache, args.score = absolute(args.ref_cache), absolute(args.score)
+    out, n = absolute(args.out or "out/kto"), 1
+    while args.out is None and Path(out, "model").exists():
+        n += 1
+        out = absolute(f"out/kto-{n}")
+    args.out = out
     if Path(args.out, "model").exists():
         raise BadInput(f"{args.out} holds a finished run: name another --out")
 
-    is_adapter = base_of(args.model) != args.model
+    is_adapter = find_path(base_of(args.model)) != args.model
     if args.lora_r and is_adapter:
         raise BadInput("--lora_r makes a new adapter, but --model is one")
     if (args.lora_alpha or args.lora_target) and not args.lora_r:
@@ -435,9 +436,24 @@ def resolve(args: Args) -> Args:
     # Values that would turn learning off, or around.
     if not (args.lr > 0 and args.beta > 0 and args.epochs > 0):  # `not >` also catches NaN
         raise BadInput(f"--lr {args.lr:g}, --beta {args.beta:g}, --epochs {args.epochs:g}: must be above 0")
+    if args.lora_r == 0:
+        raise BadInput("--lora_r 0: at least 1; leave it out to train all weights")
     if args.steps < -1 or not (args.warmup >= 0 and args.max_grad_norm >= 0):
         raise BadInput("--steps must be at least -1, --warmup and --max_grad_norm at least 0")
     return args
+
+
+def absolute(path: str | None) -> str | None:
+    return path and str(Path(path).expanduser().absolute())
+
+
+def find_path(name: str | None) -> str | None:
+    """An absolute path, or a name of the hub. A path to nothing is refused before the hub is asked."""
+    if name and Path(name).expanduser().exists():
+        return absolute(name)
+    if name and (name.startswith(("/", ".", "~")) or Path(name).suffix in ENDINGS):
+        raise BadInput(f"{name} does not exist")
+    return name
 
 
 # ---- Answers to held-out prompts -------------------------------------
@@ -449,6 +465,7 @@ def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Pat
     row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
     rows = list(row_of_prompt.values())[:args.samples]
     if not rows:
+        print(f"no held-out prompt leaves room for {args.max_new_tokens} tokens: no samples, no score")
         return {}
 
     prompts = [row.whole_prompt for row in rows]
@@ -494,11 +511,18 @@ def generate(policy, tokenizer, prompts: list[tuple], args: Args) -> list[tuple]
     return answers
 
 
-def load_function(spec: str):
-    """The function that FILE.py:FUNCTION names, from the file as it is now."""
-    file, _, name = spec.partition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    return runpy.run_path(file)[name]
+def load_module(file: str):
+    """A user's file, as it is now, as a module. By the module's name a process pool finds its functions."""
+    path = os.path.abspath(file)
+    sys.path.insert(0, os.path.dirname(path))  # for its own imports, and for those of the pool
+    name = Path(path).stem
+    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != path:
+        name += "_"  # another module has this name
+
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
+    sys.modules[name] = module
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))  # a cache of bytecode may be old
+    return module
 
 
 def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[float | None]:
@@ -550,129 +574,218 @@ def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
         eval_rows = [row for row in rows if row.whole_prompt in held_out]
         rows = [row for row in rows if row.whole_prompt not in held_out]
 
-    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out")
+    prompts = {row.whole_prompt for row in rows}
+    n_known = sum(row.whole_prompt in prompts for row in eval_rows)
+    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out ({n_known} with a prompt of the former)")
+
+    config = AutoConfig.from_pretrained(base_of(args.model)).get_text_config()
+    largest = max(max(row.whole_prompt + row.completion) for row in rows + eval_rows)
+    if largest >= config.vocab_size:
+        raise BadInput(f"{args.model} has no embedding for token {largest} of its tokenizer")
     return rows, eval_rows
 
 
 def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
-    """The rows of a file or of hub data, two for a pair. Rows that cannot be trained on are dropped and counted."""
+    """The rows of a file or of hub data, two for a pair. Unusable ones are dropped and counted."""
     rows = []
     counts = Counter(rows=0)
-    for number, columns in enumerate(progress_bar(read_rows(source), desc="tokenize"), 1):
-        try:
-            encoded = encode(columns, tokenizer, args, counts)
-        except Exception as error:
-            raise BadInput(f"{source}, row {number}: {error!r} in {str(columns)[:300]}") from error
+    for columns, (prompt, *sequences) in tokenize_rows(source, tokenizer, args, counts):
+        labels = [True, False]  # of a pair
+        if len(sequences) == 1:
+            labels = [LABELS[str(columns["label"]).lower()]]
+        elif sequences[0] == sequences[1]:
+            counts["dropped: equal answers"] += 1
+            continue
 
-        for row in encoded:
-            counts["rows"] += 1
-            if not row.prompt or not tokenizer.decode(row.completion, skip_special_tokens=True).strip():
-                counts["dropped: an empty prompt or answer"] += 1
+        for with_answer, is_desirable in zip(sequences, labels):
+            # The prompt gets no loss. It ends where the two sequences begin to differ.
+            end = common_length(prompt, with_answer)
+            if end < len(prompt):
+                counts["whose prompt ends early: a token spans its end, or the template changes it"] += 1
+
+            row = Row(
+                prompt[:end], with_answer[end:], is_desirable, other=(), whole_prompt=prompt,
+                columns=columns if args.score else {})
+            if not (row.prompt and row.completion):
+                counts["dropped: an answer that ends within the prompt"] += 1
             elif len(row.prompt) + len(row.completion) > args.max_length:
                 counts[f"dropped: longer than {args.max_length} tokens"] += 1
             else:
                 rows.append(row)
 
-    print(f"{source}: {len(rows)} of", "; ".join(f"{count} {note}" for note, count in counts.items()))
+    print(f"{source}: {len(rows)} answers of", "; ".join(f"{count} {note}" for note, count in counts.items()))
     if len(rows) < max(1, counts["rows"] / 2):
         raise BadInput(f"{source}: too few rows")
     return rows
 
 
+def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
+    """Yields the columns of each row, and the token ids of its texts: the prompt, and it with each answer."""
+    plain = tokenizer("a", add_special_tokens=False).input_ids
+    full = tokenizer("a").input_ids
+    bos = as_tuple(full[:full.index(plain[0])]) if plain else ()  # what the tokenizer puts before a text
+
+    lines = iter(progress_bar(read_rows(source), desc="tokenize"))
+    while batch := list(islice(lines, 350)):
+        rendered = []
+        for line in batch:
+            counts["rows"] += 1
+            try:
+                columns = json.loads(line) if isinstance(line, str) else line
+                rendered += render(columns, tokenizer, args, counts)
+            except Exception as error:  # of JSON, of these columns, or of the chat template
+                raise BadInput(f"{source}, row {counts['rows']}: {error}") from error
+
+        # One call for about 1,000 texts, which the tokenizer divides over the cores.
+        texts = chain(*(texts for _, texts in rendered))
+        all_ids = iter(tokenizer([*texts, ""], add_special_tokens=False, verbose=False).input_ids)
+        for columns, texts in rendered:
+            sequences = [as_tuple(next(all_ids)) for _ in texts]
+            if isinstance(columns["prompt"], str):  # a chat template writes BOS
+                sequences = [ids if ids[:len(bos)] == bos else bos + ids for ids in sequences]
+            yield columns, sequences
+
+
 def read_rows(source: str):
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line."""
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. JSON Lines stay lines."""
     ending = Path(source).suffix
+    if Path(source).is_file() and ending not in ENDINGS:
+        raise BadInput(f"{source}: expected a file that ends with {', '.join(ENDINGS)}")
     if ending == ".jsonl":
-        text = Path(source).read_text(encoding="utf-8-sig")
-        return [line for line in text.split("\n") if line.strip()]
+        with open(source, encoding="utf-8-sig") as file:
+            return [line for line in file if line.strip()]
 
     import datasets
-    if ending in (".json", ".csv", ".parquet"):
+    if ending in ENDINGS:
         return datasets.load_dataset(ending[1:], data_files=source, split="train")
-    name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
+    names, bracket, part = source.partition("[")  # a split may be a slice, train[:1000]
+    name, *config = names.split(":")
     split = config.pop() if config else "train"
-    return datasets.load_dataset(name, *config, split=split)
+    return datasets.load_dataset(name, *config, split=split + bracket + part)
 
 
-def encode(columns: dict | str, tokenizer, args: Args, counts: Counter) -> list[Row]:
-    """Tokenizes a row of the data, a dict or a line of JSON. `counts` says what is unusual about the rows."""
-    if isinstance(columns, str):
-        columns = json.loads(columns)
-    prompt, answers = split_prompt(columns, counts)
-    labels = [True, False]
-    if len(answers) == 1:
-        labels = [LABELS[str(columns["label"]).lower()]]
+def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]:
+    """[(columns, texts)] of a row: the prompt, and the prompt with each answer. [] if one is empty."""
+    prompt, *answers = split_prompt(columns)
+    if any(not "".join(texts_in(part)).strip() for part in (prompt, *answers)):
+        counts["dropped: an empty prompt or answer"] += 1
+        return []
+    columns = columns | {"prompt": prompt}
 
-    # The texts of the prompt, and of the prompt with each answer. Strings end with EOS, chats as their template says.
-    bos = []
-    if isinstance(prompt, str):
+    if isinstance(prompt, str):  # strings end with EOS, chats as their template ends them
         eos = tokenizer.eos_token
-        texts = [prompt] + [prompt + answer.removesuffix(eos) + eos for answer in answers]
-        full = tokenizer("a").input_ids
-        plain = tokenizer("a", add_special_tokens=False).input_ids
-        bos = full[:full.index(plain[0])]  # what the tokenizer puts before a text
+        if not eos:
+            raise ValueError("strings need an EOS token, which this tokenizer has not")
         if tokenizer.chat_template:
             counts["strings, without the chat template; see demo/prepare_chat.py"] += 1
-    else:
-        options = args.chat_template_kwargs | (columns.get("chat_template_kwargs") or {})
-        render = partial(tokenizer.apply_chat_template, tokenize=False, tools=columns.get("tools"), **options)
-        texts = [render(prompt, add_generation_prompt=True)]
-        texts += [render(prompt + answer) for answer in answers]
+        return [(columns, [prompt, *(prompt + answer.removesuffix(eos) + eos for answer in answers)])]
 
-        for answer, text in zip(answers, texts[1:]):
-            if any(name not in str(tokenizer.chat_template) for name in chain(*answer)):  # keys of its messages
-                counts["answers with columns that the template ignores"] += 1
-            if not text.startswith(texts[0]):
-                counts["answers whose prompt the template changes"] += 1
-
-    all_ids = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-    all_ids = [ids if ids[:len(bos)] == bos else bos + ids for ids in all_ids]
-    whole_prompt, *sequences = [tuple(map(TOKENS.setdefault, ids, ids)) for ids in all_ids]
-    columns = (columns | {"prompt": prompt}) if args.score else {}
-
-    # The prompt is the part that both share. Its end may differ: a token spans it, or the template changes it.
-    rows = []
-    for ids, label in zip(sequences, labels):
-        begin = len(os.path.commonprefix([whole_prompt, ids]))
-        rows.append(Row(ids[:begin], ids[begin:], label, (), whole_prompt, columns))
-    return rows
+    apply_template = template_of(columns, tokenizer, args)
+    texts = [apply_template(prompt, add_generation_prompt=True)]
+    texts += [apply_template(prompt + answer) for answer in answers]
+    if any(map(drops_text, texts, (prompt[-1:], *answers))):
+        counts["with text that the template drops"] += 1
+    return [(columns, texts)]
 
 
-def split_prompt(columns: dict, counts: Counter) -> tuple[str | list, list]:
-    """The prompt and [chosen, rejected] or [completion], as strings or messages. They do not repeat the prompt."""
+def template_of(columns: dict, tokenizer, args: Args):
+    """The chat template as a function of messages, with the tools and the options of a row."""
+    tools = without_nulls(columns.get("tools"))
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    options = args.chat_template_kwargs | without_nulls(columns.get("chat_template_kwargs") or {})
+    return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+
+
+def drops_text(rendered: str, messages: list[dict]) -> bool:
+    """Whether a text of these messages is missing in what the template has written."""
+    written = letters_of(rendered)
+    return any(letters_of(text) not in written for text in texts_in(messages))
+
+
+def split_prompt(columns: dict) -> tuple:
+    """The prompt and its answers: strings, or lists of messages. The answers do not repeat the prompt."""
     names = ["chosen", "rejected"] if "chosen" in columns else ["completion"]
-    prompt, *answers = map(clean, [columns.get("prompt"), *(columns[name] for name in names)])
-    answers = ["" if answer is None else answer for answer in answers]  # an empty cell of a CSV file
-    if isinstance(prompt, str) and not isinstance(answers[0], str):
-        prompt = [{"role": "user", "content": prompt}]
+    answers = [read_text(columns, name) for name in names]
+    is_chat = any(isinstance(answer, list) for answer in answers)
+    if "prompt" not in columns and not (is_chat and len(answers) == 2):
+        raise ValueError("has no column 'prompt': demo/prepare_chat.py --strings adds it")
+    prompt = read_text(columns, "prompt") if columns.get("prompt") else ""
+    if len(answers) == 1 and str(columns.get("label")).lower() not in LABELS:
+        raise ValueError(f"label is {columns.get('label')!r}: expected true, false, 1 or 0")
 
-    may_repeat = not isinstance(prompt, str)  # messages, or no prompt: the answers may begin with it
-    if prompt is None and len(answers) == 2:
-        counts["without a prompt"] += 1
-        common = os.path.commonprefix([list(map(str, answer)) for answer in answers])  # of characters, or messages
-        prompt = answers[0][:len(common)]
+    if is_chat:
+        answers = [answer or [] for answer in answers]  # null beside messages
+        prompt = prompt or answers[0][:common_length(*answers)]
         if isinstance(prompt, str):
-            prompt = prompt.removesuffix(" ")  # a space belongs to the token that follows it
-
-    if may_repeat and all(answer[:len(prompt)] == prompt for answer in answers):
-        answers = [answer[len(prompt):] for answer in answers]
-    if isinstance(prompt, list) and any(message["role"] in ("user", "system") for message in chain(*answers)):
+            prompt = [{"role": "user", "content": prompt}]
+        n = len(prompt)
+        if all(answer[:n] == prompt for answer in answers):
+            answers = [answer[n:] for answer in answers]
+    if any(type(answer) is not type(prompt) for answer in answers):
+        raise ValueError("strings and messages are mixed: expected one kind in the prompt and its answers")
+    if is_chat and any(message["role"] in ("user", "system") for message in chain(*answers)):
         raise ValueError("an answer contains a user or system message")
-    return prompt, answers
+    return prompt, *answers
 
 
-def clean(text: str | list | None):
-    """A prompt or an answer. Messages lose columns that are null, and their parts of text are joined."""
-    if isinstance(text, str) and re.match(r"\s*\[\{.(role|content).:", text):
-        raise ValueError("messages written as a string")
-    if not isinstance(text, list):
+def read_text(columns: dict, name: str) -> str | list[dict]:
+    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is empty."""
+    if name not in columns:
+        raise ValueError(f"has no column {name!r}: it has {', '.join(columns)}")
+    text = without_nulls(columns[name]) or ""
+    if isinstance(text, str):
         return text
 
-    messages = [{name: value for name, value in message.items() if value is not None} for message in text]
-    for message in messages:
-        if isinstance(message.get("content"), list):
-            message["content"] = "".join(part["text"] for part in message["content"])  # KeyError: an image
+    messages = []
+    for message in text if isinstance(text, list) else [text]:
+        if not isinstance(text, list) or not isinstance(message, dict) or "role" not in message:
+            raise ValueError(f"{name} is {text!r:.99}: expected a string, or a list of messages with a role")
+        parts = message.get("content")
+        if isinstance(parts, list):
+            if any(part.get("type", "text") != "text" for part in parts):
+                raise ValueError(f"{name} has {parts!r:.99}: expected only parts of type text")
+            message = message | {"content": "".join(part["text"] for part in parts)}
+        messages.append(message)
     return messages
+
+
+def texts_in(value) -> list[str]:
+    """The texts of a string or of messages, at any depth."""
+    if isinstance(value, dict):
+        value = [item for name, item in value.items() if name not in ("role", "type", "id", "tool_call_id")]
+    if isinstance(value, list):
+        return list(chain(*map(texts_in, value)))
+    return [value] if isinstance(value, str) else []
+
+
+def letters_of(text: str) -> str:
+    """Without what a template changes when it strips a text or writes it as JSON."""
+    return re.sub(r"\\[nrt]|\W", "", text)
+
+
+def without_nulls(value):
+    """Without keys that are null, at any depth: files of columns fill them in."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def common_length(*sequences) -> int:
+    """The number of items with which all of these sequences begin."""
+    length = 0
+    for items in zip(*sequences):
+        if items.count(items[0]) < len(items):
+            break
+        length += 1
+    return length
+
+
+def as_tuple(ids: list[int]) -> tuple[int, ...]:
+    """Equal ids become one object: the data then takes 8 bytes per token instead of 36."""
+    return tuple(TOKENS.setdefault(token, token) for token in ids)
 
 
 def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
@@ -682,7 +795,8 @@ def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
     n_cut = 0
     for i, row in enumerate(rows):
         candidates = (sources[order[(i + n) % len(order)]] for n in range(len(order)))
-        other = next((source.completion for source in candidates if source.whole_prompt != row.whole_prompt), ())
+        fitting = (source.completion for source in candidates if source.whole_prompt != row.whole_prompt)
+        other = next(fitting, ())
         if not other:
             raise BadInput("all rows have one prompt: use --loss apo_zero_unpaired")
         drawn.append(row._replace(other=other[:args.max_length - len(row.prompt)]))
@@ -692,7 +806,7 @@ def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
 
 
 def print_balance(rows: list[Row], args: Args):
-    """Prints how many rows are desirable, and a better λ_U unless λ_D n_D / (λ_U n_U) is in [1, 4/3] (equation 8)."""
+    """Prints how many rows are desirable, and a better λ_U unless λ_D n_D / (λ_U n_U) is in [1, 4/3] (8)."""
     n_desirable = sum(row.is_desirable for row in rows)
     if n_desirable in (0, len(rows)):
         raise BadInput(f"{args.data}: all rows have the same label")
@@ -700,10 +814,6 @@ def print_balance(rows: list[Row], args: Args):
     balanced = args.desirable_weight * n_desirable / (len(rows) - n_desirable)  # the λ_U that makes it 1
     if not 0.75 * balanced <= args.undesirable_weight <= balanced:  # the ratio is not between 1 and 4/3
         print(f"--undesirable_weight {balanced / 1.17:.2g} would balance them")  # 1.17: the middle
-
-
-def find_path(name):
-    return name
 
 
 # ---- Models ----------------------------------------------------------
@@ -756,11 +866,8 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     import peft
     if name == base_of(name):
         config = peft.LoraConfig(
-            r=args.lora_r,
-            lora_alpha=args.lora_alpha or 2 * args.lora_r,
-            target_modules=list(args.lora_target) or "all-linear",
-            task_type="CAUSAL_LM",
-        )
+            r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
+            target_modules=list(args.lora_target) or "all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, config)
         print("LoRA in", *sorted({name.split(".")[-1] for name in model.targeted_module_names}))
         return model
@@ -805,7 +912,7 @@ def training_state(policy, optimizer) -> dict:
 
 
 def checkpoints(out: Path) -> set[int]:
-    """The steps of complete checkpoints, out/resume-STEP. Other folders with that beginning are the user's."""
+    """The steps of complete checkpoints, out/resume-STEP. Other names are the user's."""
     steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
     return {int(step) for step in steps if step.isdigit()}
 
@@ -829,11 +936,14 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
     """Refuses a folder that is not this run's. Restores its newest checkpoint, cuts the logs to its step, and
     returns it, or 0."""
     file = out / "args.json"
-    if file.exists() or any((out / log).exists() for log in LOGS):  # logs without args.json are not ours
-        saved = json.loads(file.read_text()) if file.exists() else {}
+    has_logs = any((out / log).exists() for log in LOGS)  # before file.exists(): args.json comes first
+    if file.exists():
+        saved = json.loads(file.read_text())
         differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
         if differing:
             raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
+    elif has_logs:
+        raise BadInput(f"{out} has logs, but not of a run of this script: name another --out")
 
     step = max(checkpoints(out), default=0)
     if step:
@@ -864,7 +974,7 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
 
 
 def append(log: Path, lines: list[dict], to_wandb=False):
-    """Adds lines to a log, which are on the disk before a checkpoint of their step is. And to Weights & Biases."""
+    """Adds lines to a log, on the disk before a checkpoint of their step is, and to Weights & Biases."""
     if not is_first_process():
         return
     with open(log, "a") as file:

@@ -327,6 +327,8 @@ def forward(core, groups, lay_out, temperature=1.0) -> Ragged:
 def flat_logprobs(core, inputs, sources, targets, temperature):
     """sources, targets (N,): where each completion token is predicted, and its id -> its log-prob, (N,)."""
     decoder = core.get_decoder()
+    if decoder is core:  # Llama 4 and Mllama, where transformers does not find it
+        decoder = core.model
     outputs = decoder(**inputs, use_cache=False)
     hidden = outputs[0].flatten(0, 1).index_select(0, sources)  # (N, H): only positions that predict
     outputs = replace(outputs, last_hidden_state=None)  # frees the others
@@ -795,8 +797,7 @@ def unsharded(model):
 
 def barrier():
     """Waits for the other processes."""
-    if dist.is_initialized():
-        dist.barrier()
+    all_gather(None)
 
 
 def all_gather(mine) -> list:

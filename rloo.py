@@ -1,6 +1,6 @@
 """RLOO: learn from a reward. The other samples of a prompt are the baseline.
 
-Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv:2402.14740, leave-one-out:
+Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, arXiv:2402.14740:
 
     (1)   ∇J(θ) = E 1/k Σ_i [ R(y_i, x) − 1/(k−1) Σ_{j≠i} R(y_j, x) ] ∇ log π(y_i|x), y_i ~ π(·|x)
     (2)   R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
@@ -14,37 +14,44 @@ Data: rows with `prompt`, a string or chat messages, and any columns that the re
 
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
 
-A reward is a function(prompts, completions, **columns), async or not. It returns a number or None per completion. The
-columns are those of the file and two more: completion_ids, and ended, which is false for a sample that was cut off.
+A reward is a function(prompts, completions, **columns), async or not. It returns a number or None for each
+completion. The columns are those of the file and two more: completion_ids, and ended, which is false for a
+sample that was cut off.
 
-Shapes: B prompts per step, k samples each, T tokens in the longest. Rewards and advantages are (B, k). Log-probs of
-tokens are (B, k, T), 0 after the end of a sample. b is the number of prompts in a micro-batch.
+Shapes: B prompts per step, k samples each, T tokens in the longest. Rewards and advantages are (B, k).
+Log-probs of tokens are (B, k, T), 0 after the end of a sample. A micro-batch has b prompts.
 
-Metrics: reward, reward_std: over all samples, before KL | rewards/NAME: of one function | frac_reward_zero_std:
-fraction of prompts whose rewards are all equal | kl: log π − log π_ref per token | entropy: nats per token |
-samples/distinct: how many of the samples differ | completions/mean_length | completions/clipped_ratio: fraction cut
-off by max_new_tokens | loss | clip_ratio: fraction of samples whose ratio is clipped |
-sampling/sampling_logp_difference/mean, /max: |log π − log π of the sampler| per token | grad_norm: before clipping |
-learning_rate | seconds | tokens_per_second | memory_gb: GPU peak | eval_*: of one sample per held-out prompt
+Metrics: loss, kl, learning_rate, seconds, tokens_per_second, and
+    reward, reward_std, rewards/NAME         of all samples, before KL; of one function
+    frac_reward_none, frac_reward_zero_std   samples without a reward; prompts whose rewards are all equal
+    entropy, samples/distinct                nats per token; different samples
+    completions/mean_length                  tokens
+    completions/clipped_ratio, clip_ratio    samples that were cut off; samples whose ratio is clipped
+    sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max
+                                             |log π − log π of the sampler| per token
+    grad_norm, memory_gb                     before clipping; peak of the GPU
+    eval_*                                   of one sample per held-out prompt
 
 Not here: a critic, another engine for sampling, tensor or pipeline parallelism, images.
 """
 import asyncio
 import hashlib
+import importlib.util
+import inspect
 import json
 import math
 import os
 import random
 import re
-import runpy
 import shutil
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -54,11 +61,12 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 import transformers
 import tyro
-from filelock import FileLock
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from filelock import FileLock, Timeout
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Cache
+from transformers import (
+    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Cache, DynamicCache)
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from refcache import (
@@ -68,7 +76,6 @@ from refcache import (
     process_rank, progress_bar, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
-RUNNER = asyncio.Runner()  # one event loop for all calls, so that a client in a reward function can be used again
 DEMO = dict(
     model=f"{HERE}/demo/model",
     data=f"{HERE}/demo/prompts.jsonl",
@@ -76,10 +83,12 @@ DEMO = dict(
     reward=(f"{HERE}/demo/score.py:sentiment",),
     lr=2e-4,
 )
-MAY_CHANGE = ("out ref wandb tokens_per_forward rollout_tokens gradient_checkpointing save_every eval_every "
-              "chat_template_kwargs").split()  # flags that may differ when a run is resumed
-SMALLEST = Counter(steps=-1, epochs=1e-6, batch_size=1, lora_r=1, lora_alpha=1e-6, k=2, temperature=1e-6,
-                max_new_tokens=1, updates_per_rollout=1)  # or 0
+TOKENS = {}  # id -> id, see as_tuple
+ENDINGS = (".jsonl", ".json", ".csv", ".parquet")  # of files
+LOGS = ("metrics.jsonl", "samples.jsonl")
+MAY_CHANGE = {  # flags that may differ when a run is resumed
+    "out", "ref", "wandb", "tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every",
+    "eval_every", "chat_template_kwargs"}
 
 
 @dataclass
@@ -88,7 +97,7 @@ class Args:
     data: str | None = None  # prompts: .jsonl .json .csv .parquet, or hub data NAME[:CONFIG][:SPLIT]
     eval_data: str | None = None  # held-out prompts; None: they are split off --data
     eval_size: int = 64  # number of prompts that are split off --data, at most a tenth of them
-    chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # such as enable_thinking False
+    chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # enable_thinking False
     max_length: int = 1024  # tokens of a prompt; longer ones are dropped and counted
     out: str | None = None  # folder of the run; None: out/rloo, or out/rloo-2 if that is finished
 
@@ -96,12 +105,12 @@ class Args:
     reward_model: str | None = None  # classifier with one output: folder or hub name
     reward_weights: tuple[float, ...] = ()  # weights of the functions, then of the model; empty: all are 1
 
-    ref: Literal["swap", "live"] = "swap"  # the reference's weights: on the host until they are needed, or on the GPU
-    ref_model: str | None = None  # the reference; None: the policy before training
+    ref: Literal["swap", "live"] = "swap"  # the reference's weights: on the CPU, swapped in, or on the GPU
+    ref_model: str | None = None  # the reference, with --ref live; None: the policy before training
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: alpha = 2 r
-    lora_target: tuple[str, ...] = ()  # names of the layers with an adapter: q_proj v_proj; empty: all linear layers
+    lora_target: tuple[str, ...] = ()  # names of the layers with an adapter: q_proj v_proj; empty: all linear
 
     k: int = 4  # samples per prompt
     beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
@@ -114,7 +123,7 @@ class Args:
     epochs: float = 1.0  # passes over the data
     steps: int = -1  # rollouts; -1: as many as --epochs needs; 0: only evaluate
     batch_size: int = 8  # prompts per step
-    lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4; see docs/recipes.md
+    lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
     warmup: float = 0.1  # steps in which the learning rate rises; below 1: their fraction of all steps
     weight_decay: float = 0.0
@@ -140,12 +149,16 @@ def compute_advantages(rewards: torch.Tensor, old_logps: torch.Tensor, ref_logps
 
 
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
-    """(B, k) -> (B, k): each reward minus the mean of the prompt's other samples. A sample with NaN is left out: its
-    advantage is 0, and no baseline contains it. Division by the standard deviation would bias the gradient."""
+    """(B, k) -> (B, k): each reward minus the mean of the prompt's other samples. A sample with NaN is left
+    out: its advantage is 0, and no baseline contains it. Dividing by the standard deviation adds a bias."""
+    # One reward of the prompt, which cancels out in (1). Without it, equal rewards would have advantages of
+    # 1e-8, and Adam would make a whole step of them.
+    rewards = rewards - rewards.nanmedian(dim=1, keepdim=True).values
+
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (B, 1)
     sum_of_others = rewards.nansum(dim=1, keepdim=True) - rewards
     advantages = rewards - sum_of_others / (counts - 1)  # of (1)
-    return advantages.nan_to_num(0.0)  # NaN: left out, or the only sample (0 / 0)
+    return advantages.nan_to_num(nan=0.0)  # NaN: left out, or the only sample (0 / 0)
 
 
 def policy_loss(logp: torch.Tensor, old_logp: torch.Tensor, advantages: torch.Tensor, clip_eps: float):
@@ -174,8 +187,8 @@ class Samples(NamedTuple):
 
 
 def micro_batch_logprobs(model, samples: Samples, args: Args):
-    """Yields for each micro-batch the indices of its prompts, log π of the tokens of their samples, (b, k, T), and its
-    weight in a sum (see micro_batches)."""
+    """Yields for each micro-batch the indices of its prompts, log π of the tokens of their samples,
+    (b, k, T), and its weight in a sum: 1, or 0 if only FSDP needs this forward (see micro_batches)."""
     T = samples.mask.shape[2]
     for indices, weight in micro_batches(model, samples.groups, args.tokens_per_forward):
         groups = [samples.groups[i] for i in indices]
@@ -191,59 +204,71 @@ def compute_logprobs(reference, samples: Samples, device: str, args: Args) -> to
     if reference:
         with reference as model:
             for indices, logps, weight in micro_batch_logprobs(model, samples, args):
-                all_logps[indices] += logps * weight
-    return all_reduce(all_logps)
+                if weight:
+                    all_logps[indices] = logps
+    return all_reduce(all_logps)  # each process has filled in its own prompts: the sum has all of them
 
 
-def run_batch(policy, samples: Samples, rewards: torch.Tensor, ref_logps: torch.Tensor,
-              old_logps: torch.Tensor | None, args: Args) -> tuple[torch.Tensor, dict]:
-    """Adds the gradient of the mean loss. rewards (B, k), log-probs (B, k, T). old_logps is None before the first
-    update of a rollout: this forward then gives them, also for the KL penalty. Returns them, and metrics."""
+def run_batch(policy, samples: Samples, rewards, ref_logps, old_logps, args: Args) -> tuple:
+    """Adds the gradient of the mean loss: rewards (B, k), log-probs (B, k, T). old_logps are those of the
+    policy that sampled; None: it is this policy. Returns log π of each token, (B, k, T), and metrics."""
     all_logps = torch.zeros_like(ref_logps)
     totals = torch.zeros(2, device=ref_logps.device)  # of the loss, and of clipped ratios
 
     for indices, logps, weight in micro_batch_logprobs(policy, samples, args):
         old = logps.detach() if old_logps is None else old_logps[indices]
         advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
-        losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)  # (b, k)
+        losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)
 
         # The loss is a mean over all samples.
         scale = weight / rewards.numel()
         loss = losses.sum() * scale
         loss.backward()
 
-        all_logps[indices] += old * weight
         totals += torch.stack([loss.detach(), is_clipped.sum() * scale])
+        if weight:
+            all_logps[indices] = logps.detach()
 
+    # Each process has its own prompts: the sums have all of them.
     loss, clip_ratio = all_reduce(totals).tolist()
     return all_reduce(all_logps), {"loss": loss, "clip_ratio": clip_ratio}
 
 
-def metrics(samples: Samples, rewards: torch.Tensor) -> dict[str, float]:
-    """Metrics of samples and their rewards, (B, k). A sample whose reward is NaN is left out of the reward metrics."""
+def metrics(samples: Samples, rewards, logps, ref_logps, args: Args) -> dict[str, float]:
+    """Metrics of samples: rewards (B, k), of which NaN are left out, and log-probs (B, k, T)."""
     known = rewards[~rewards.isnan()]
-    return {
-        "reward": known.mean().item(),
+    n_tokens = samples.mask.sum()
+    values = {
+        "reward": known.mean().item(),  # NaN if no reward is known
         "reward_std": known.std(correction=min(1, len(known) - 1)).item(),
+        "frac_reward_none": rewards.isnan().float().mean().item(),
         "samples/distinct": len(set(chain(*samples.texts))),
-        "completions/mean_length": samples.mask.sum(dim=2).float().mean().item(),
+        "completions/mean_length": (n_tokens / samples.ended.numel()).item(),
         "completions/clipped_ratio": 1 - samples.ended.float().mean().item(),
-        "entropy": (samples.entropy.sum() / samples.mask.sum()).item(),
+        "entropy": (samples.entropy.sum() / n_tokens).item(),
     }
+    if args.beta:
+        values["kl"] = ((logps - ref_logps).sum() / n_tokens).item()
+    return values
 
 
-def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, step: int, out: Path, args: Args) -> dict:
+def all_rewards_equal(rewards: torch.Tensor) -> torch.Tensor:
+    """(B, k) -> (B,) bool: whether all rewards of a prompt are equal or NaN, so that it teaches nothing."""
+    one_of_prompt = rewards.nanmedian(dim=1, keepdim=True).values
+    return ((rewards == one_of_prompt) | rewards.isnan()).all(dim=1)
+
+
+def evaluate(policy, tokenizer, rows: list[Row], reference, functions, step: int, out: Path, args: Args):
     """Metrics of one sample per held-out prompt. Writes the samples to samples.jsonl."""
     if not rows:
         return {}
-    samples = rollout(policy, tokenizer, [row.prompt for row in rows], 1, 0, args)  # step 0: a fixed seed
+    # With step=0 the random numbers are always the same.
+    samples = rollout(policy, tokenizer, [row.prompt for row in rows], k=1, step=0, args=args)
     rewards, means = compute_rewards(samples, rows, functions)
-    log_samples(out, step, True, samples, rows, rewards)
+    log_samples(out, samples, rows, rewards, step=step, held_out=True)
 
-    values = metrics(samples, rewards) | means
-    if reference:
-        ref_logps = compute_logprobs(reference, samples, policy.device, args)
-        values["kl"] = ((samples.logps - ref_logps.cpu()).sum() / samples.mask.sum()).item()
+    ref_logps = compute_logprobs(reference, samples, policy.device, args).cpu()
+    values = metrics(samples, rewards, samples.logps, ref_logps, args) | means
     return {f"eval_{name}": value for name, value in values.items()}
 
 
@@ -252,11 +277,17 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions: list, ste
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
     with process_group():
-        args = replace(args, **all_gather(vars(resolve(args)))[0])  # the first process's flags, sent as a dict
-        out = Path(args.out).absolute()  # a user's function may change the working directory
+        args = resolve(args)
+        out = Path(args.out)
         out.mkdir(parents=True, exist_ok=True)
-        with FileLock(out / ".lock", timeout=0) if is_first_process() else nullcontext():
-            return train(args, out)
+        try:
+            with FileLock(out / f".lock-{process_rank()}", timeout=0):
+                return train(args, out)
+        except Timeout:
+            raise BadInput(f"{out} is used by a run that has not ended: name another --out") from None
+        except KeyboardInterrupt:
+            last_step = max(checkpoints(out), default=0)
+            raise KeyboardInterrupt(f"stopped: the same command continues after step {last_step}") from None
 
 
 def train(args: Args, out: Path) -> list[dict]:
@@ -266,14 +297,17 @@ def train(args: Args, out: Path) -> list[dict]:
     train_rows, eval_rows = load_data(tokenizer, args)
     print(f"The first prompt:\n{tokenizer.decode(train_rows[0].prompt)}")
 
+    functions = load_rewards(device, args)
+    # The rewards are tried on one row, so that they do not fail after the models are loaded.
+    sample = dict(groups=[((), [(1,)])], texts=[["a"]], ended=torch.tensor([[True]]))
+    compute_rewards(Samples(**sample, mask=None, logps=None, entropy=None), train_rows[:1], functions)
+
     batch_size = min(args.batch_size, len(train_rows))
     steps = args.steps
     if steps == -1:
         steps = math.ceil(args.epochs * len(train_rows) / batch_size)
     ordered_rows = rows_in_order(train_rows, steps * batch_size, args.seed)
-    print(f"{steps} steps of {batch_size} prompts, lr {args.lr:g}, reference: {args.ref if args.beta else 'none'}")
-
-    functions = load_rewards(device, args)
+    print(f"{steps} steps of {batch_size} prompts, lr {args.lr:g}")
     run = describe_run(train_rows, eval_rows, args)
 
     torch.manual_seed(args.seed)  # for a new adapter
@@ -282,94 +316,99 @@ def train(args: Args, out: Path) -> list[dict]:
     if args.beta and args.ref == "live":
         reference = nullcontext(load_model(args.ref_model, device, args))
     elif args.beta:
-        other = None
-        if args.ref_model != args.model:
-            other = load_model(args.ref_model, "cpu", args)
-        reference = Swap(policy, other)
+        reference = Swap(policy)  # the policy as it is now
 
     weights = [weight for weight in policy.parameters() if weight.requires_grad]
     matrices = [weight for weight in weights if weight.dim() > 1]
     vectors = [weight for weight in weights if weight.dim() <= 1]  # norms and biases do not decay
     optimizer = torch.optim.AdamW([
         {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ], lr=0.0, fused=True)  # the loop sets lr
+        {"params": vectors, "weight_decay": 0.0}], fused=True)  # the loop sets lr
 
-    state = training_state(policy, optimizer)  # what a checkpoint holds
-    last_step = restore_checkpoint(out, run, state)
+    last_step = restore_checkpoint(out, run, policy, optimizer)
     if last_step == 0:
         values = {"step": 0} | evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
-        log_metrics(out, values, args)
+        append(out / "metrics.jsonl", [values], args.wandb)
 
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
         began = time.monotonic()
         torch.manual_seed(args.seed + step)  # a resumed run needs no saved random state
         rows = ordered_rows[(step - 1) * batch_size:step * batch_size]
-        samples = rollout(policy, tokenizer, [row.prompt for row in rows], args.k, step, args)
+
+        samples = rollout(policy, tokenizer, [row.prompt for row in rows], k=args.k, step=step, args=args)
         rewards, means = compute_rewards(samples, rows, functions)
-        log_samples(out, step, False, samples, rows, rewards)
-        values = {"step": step} | metrics(samples, rewards) | means
-        spread = rewards.nan_to_num(-math.inf).amax(dim=1) - rewards.nan_to_num(math.inf).amin(dim=1)
-        is_equal = spread == 0  # for each prompt
-        values["frac_reward_zero_std"] = is_equal.float().mean().item()
-
-        if step == 1 and not samples.ended.any():
-            progress.write("No sample ends: raise --max_new_tokens or fix the template")
-        if step == 1 and is_equal.all():
-            progress.write("The rewards of each prompt are equal: nothing is learned")
-        if args.mask_truncated:  # the metrics above count these samples, the loss does not
-            rewards = rewards.where(samples.ended, math.nan)
-
+        log_samples(out, samples, rows, rewards, step=step, held_out=False)
         ref_logps = compute_logprobs(reference, samples, device, args)
+        used_rewards = rewards.to(device)
+        if args.mask_truncated:  # the metrics count all samples, the loss those that ended
+            used_rewards = used_rewards.where(samples.ended.to(device), math.nan)
+
+        lr = learning_rate(step, steps, args)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+
         old_logps = None  # log π of the policy that sampled: the first update's forward gives it
         for _ in range(args.updates_per_rollout):
-            old_logps, measured = run_batch(policy, samples, rewards.to(device), ref_logps, old_logps, args)  # backward
-            values |= measured  # the last update's are logged
-            grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
-            values["learning_rate"] = learning_rate(step, steps, args)
-            for group in optimizer.param_groups:
-                group["lr"] = values["learning_rate"]
-            optimizer.step()
-            optimizer.zero_grad()
+            # This calls loss.backward().
+            logps, of_update = run_batch(policy, samples, used_rewards, ref_logps, old_logps, args)
+            if old_logps is None:
+                old_logps = logps
 
-            values["grad_norm"] = full_tensor(grad_norm).item()
+            grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
+            of_update["grad_norm"] = full_tensor(grad_norm).item()
+            if not used_rewards.isnan().all():  # else Adam's momentum would go on
+                optimizer.step()
+            optimizer.zero_grad()
             weight_norm = full_tensor(torch.nn.utils.get_total_norm(weights)).item()
-            if not math.isfinite(values["loss"] + values["grad_norm"] + weight_norm):
+            if not math.isfinite(of_update["loss"] + of_update["grad_norm"] + weight_norm):
                 raise BadInput(f"step {step}: loss, gradient or weights are not finite: lower --lr")
 
-        # How far log π was from what the sampler computed, and from the reference.
-        difference = (old_logps.cpu() - samples.logps).abs()
-        mean_difference = (difference.sum() / samples.mask.sum()).item()
-        values["sampling/sampling_logp_difference/mean"] = mean_difference
+        old_logps, ref_logps = old_logps.cpu(), ref_logps.cpu()
+        values = {"step": step} | metrics(samples, rewards, old_logps, ref_logps, args) | means | of_update
+        is_equal = all_rewards_equal(rewards)  # (B,)
+        values["frac_reward_zero_std"] = is_equal.float().mean().item()
+        difference = (old_logps - samples.logps).abs()
+        values["sampling/sampling_logp_difference/mean"] = (difference.sum() / samples.mask.sum()).item()
         values["sampling/sampling_logp_difference/max"] = difference.max().item()
-        limit = (5e-2 if args.dtype == "bfloat16" else 1e-3) / min(1, args.temperature)  # a low one magnifies rounding
-        if step == 1 and not mean_difference < limit:
-            raise BadInput(f"{args.model}: a key-value cache changes its log-probs")
 
-        if reference:
-            lengths = samples.mask.sum(dim=2)  # (B, k)
-            kls = (old_logps - ref_logps).sum(dim=2).cpu()  # (B, k)
-            values["kl"] = (kls.sum() / lengths.sum()).item()
-            if step == 1 and args.ref_model == args.model:
-                check_agreement((kls / lengths).abs().mean().item(), args.dtype)
+        if step == 1 and is_equal.all():
+            progress.write("The rewards of each prompt are equal: nothing is learned")
+        if step == 1 and not samples.ended.any():
+            progress.write("No sample ends: raise --max_new_tokens or fix the template")
+        if step == 1:
+            check_first_step(samples, old_logps, ref_logps, args)
 
+        values["learning_rate"] = lr
         values["seconds"] = time.monotonic() - began
         values["tokens_per_second"] = count_tokens(samples.groups) / values["seconds"]
         values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak, 0 on a CPU
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
             values |= evaluate(policy, tokenizer, eval_rows, reference, functions, step, out, args)
-        log_metrics(out, values, args)
+        append(out / "metrics.jsonl", [values], args.wandb)
 
         if args.save_every and (step == steps or step % args.save_every == 0):
-            save_checkpoint(out, step, state)
-        progress.set_postfix(reward=values["reward"], tokens_per_second=values["tokens_per_second"], refresh=False)
+            save_checkpoint(out, step, policy, optimizer)
+        progress.set_postfix({name: values[name] for name in ("reward", "tokens_per_second")}, refresh=False)
 
     if steps:
         save_model(policy, tokenizer, out, args)
     barrier()  # the first process has written all lines
     return report(out)
+
+
+def check_first_step(samples: Samples, logps: torch.Tensor, ref_logps: torch.Tensor, args: Args):
+    """Before the first update, log π of the samples is the sampler's and the reference's, up to rounding."""
+    lengths = samples.mask.sum(dim=2)  # (B, k)
+    difference = (logps - samples.logps).abs().sum() / lengths.sum()
+    limit = 5e-2 if args.dtype == "bfloat16" else 1e-3
+    if not difference * min(1, args.temperature) < limit:  # a low temperature magnifies rounding
+        raise BadInput(f"{args.model}: a key-value cache changes its log-probs")
+
+    if args.beta and args.ref_model == args.model:
+        kls = (logps - ref_logps).sum(dim=2) / lengths
+        check_agreement(kls.abs().mean().item(), args.dtype)
 
 
 def rows_in_order(rows: list[Row], n: int, seed: int) -> list[Row]:
@@ -384,6 +423,8 @@ def rows_in_order(rows: list[Row], n: int, seed: int) -> list[Row]:
 def learning_rate(step: int, steps: int, args: Args) -> float:
     """Linear warmup to --lr, then constant, or falling to 0 at steps + 1."""
     warmup_steps = round(args.warmup * steps) if args.warmup < 1 else args.warmup
+    if warmup_steps > steps:
+        raise BadInput(f"--warmup {args.warmup:g}: the run has only {steps} steps")
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
     remaining = (steps - step + 1) / (steps - warmup_steps)
@@ -395,265 +436,318 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
 
 def resolve(args: Args) -> Args:
     """A copy of the flags, with those filled in that depend on others. Refuses flags that no run can have."""
-    unset = {}
+    args = replace(args)
     if not (args.model or args.data) and (HERE / "demo").exists():
         torch.set_num_threads(1)  # the demo's tiny model gains nothing from more
         unset = {flag: value for flag, value in DEMO.items() if vars(args)[flag] in (None, ())}
-    args = replace(args, **unset)
+        args = replace(args, **unset)
+    if not (args.model and args.data):
+        raise BadInput("give both --model and --data, or neither for the demo")
 
-    for flag, value in vars(args).items():
-        if isinstance(value, (int, float)) and not value >= SMALLEST[flag]:  # `not >=` also catches NaN
-            raise BadInput(f"--{flag} {value} is below {SMALLEST[flag]}")
+    # Absolute paths: a user's function may change the working directory.
+    args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
+    args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
+    args.reward, args.reward_model = tuple(map(absolute, args.reward)), find_path(args.reward_model)
+    out, n = absolute(args.out or "out/rloo"), 1
+    while args.out is None and Path(out, "model").exists():
+        n += 1
+        out = absolute(f"out/rloo-{n}")
+    args.out = out
+    if Path(args.out, "model").exists():
+        raise BadInput(f"{args.out} holds a finished run: name another --out")
 
-    if args.out is None:
-        args.out, n = "out/rloo", 1
-        while Path(args.out, "model").exists():
-            n += 1
-            args.out = f"out/rloo-{n}"
-    is_adapter = args.model and base_of(args.model) != args.model
-    n_rewards = len(args.reward) + bool(args.reward_model)
-
-    mistakes = {
-        "give both --model and --data, or neither for the demo": not (args.model and args.data),
-        "give --reward or --reward_model, and one of --reward_weights for each or none":
-            n_rewards == 0 or len(args.reward_weights) not in (0, n_rewards),
-        "--lora_alpha and --lora_target need --lora_r": not args.lora_r and (args.lora_alpha or args.lora_target),
-        "--lora_r makes a new adapter, but --model is one": args.lora_r and is_adapter,
-        f"{args.out} holds a finished run: name another --out": Path(args.out, "model").exists(),
-    }
-    for sentence, is_made in mistakes.items():
-        if is_made:
-            raise BadInput(sentence)
-
+    is_adapter = find_path(base_of(args.model)) != args.model
+    if args.lora_r and is_adapter:
+        raise BadInput("--lora_r makes a new adapter, but --model is one")
+    if (args.lora_alpha or args.lora_target) and not args.lora_r:
+        raise BadInput("--lora_alpha and --lora_target need --lora_r")
     if args.dtype == "auto":
         args.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if args.lr is None:
         args.lr = 1e-5 if args.lora_r or is_adapter else 1e-6
-    args.ref_model = args.ref_model or args.model
+
+    n_rewards = len(args.reward) + bool(args.reward_model)
+    if n_rewards == 0 or len(args.reward_weights) not in (0, n_rewards):
+        raise BadInput("give --reward or --reward_model, and one of --reward_weights for each or none")
+    if args.ref == "swap" and args.ref_model != args.model:
+        raise BadInput("--ref swap holds the policy's own start: with --ref_model choose live")
+
+    # Values that would turn learning off, or around.
+    if args.k < 2 or args.updates_per_rollout < 1:
+        raise BadInput("--k must be at least 2, for the baseline; --updates_per_rollout at least 1")
+    if args.lora_r == 0:
+        raise BadInput("--lora_r 0: at least 1; leave it out to train all weights")
+    if not (args.lr > 0 and args.temperature > 0 and args.epochs > 0):  # `not >` also catches NaN
+        raise BadInput("--lr, --temperature and --epochs must be above 0")
+    if args.steps < -1 or not (args.beta >= 0 and args.max_grad_norm >= 0 and args.warmup >= 0):
+        raise BadInput("--steps is -1 or more; --beta, --max_grad_norm and --warmup are 0 or more")
+
     context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
     args.max_length = min(args.max_length, context - args.max_new_tokens)
     return args
+
+
+def absolute(path: str | None) -> str | None:
+    return path and str(Path(path).expanduser().absolute())
+
+
+def find_path(name: str | None) -> str | None:
+    """An absolute path, or a name of the hub. A path to nothing is refused before the hub is asked."""
+    if name and Path(name).expanduser().exists():
+        return absolute(name)
+    if name and (name.startswith(("/", ".", "~")) or Path(name).suffix in ENDINGS):
+        raise BadInput(f"{name} does not exist")
+    return name
 
 
 # ---- Sampling --------------------------------------------------------
 
 @torch.no_grad()
 def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Args) -> Samples:
-    """y_1 .. y_k ~ π(·|x) of (1). Token t of sample i of prompt b is drawn with the uniform number u[b, i, t], which
-    depends on seed and step: batching changes no sample."""
+    """y_1 .. y_k ~ π(·|x) of (1). Token t of sample i of prompt b is drawn with the uniform number
+    u[b, i, t], which depends on seed and step: batching changes no sample."""
     core = unwrap_model(policy)
     shape = (len(prompts), k, args.max_new_tokens)
     u = np.random.default_rng([args.seed, step, *b"rollout"]).random(shape)
-    own_stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # from a number, a list or None
-    stops = to_device([*{tokenizer.eos_token_id, *own_stops} - {None}], core.device)
+    own_stops = np.atleast_1d(core.generation_config.eos_token_id).tolist()  # of a number, a list or None
+    stops = to_device(sorted({tokenizer.eos_token_id, *own_stops} - {None}), core.device)
 
-    # The processes divide the prompts. Without shared prompts each is a batch, because padding could change samples.
-    lengths = [len(prompt) + args.max_new_tokens for prompt in prompts]
-    budget = args.rollout_tokens if has_shared_prompts(policy) else 0
-    batches = divide_batches(lengths, budget, rows=[k] * len(prompts))
+    # The processes divide the prompts.
+    copies = copies_of_prompts(core, prompts, k, args)
+    if has_shared_prompts(core):
+        columns = [copies * len(prompt) + k * args.max_new_tokens for prompt in prompts]  # of the cache
+        batches = divide_batches(columns, args.rollout_tokens, is_padded=True)
+    else:  # padding could change samples, so each prompt is a batch of its own
+        batches = [[i] for i in range(process_rank(), len(prompts), process_count())]
 
     tokens = torch.zeros(shape, dtype=torch.long, device=core.device)
     logps, entropies = torch.zeros(2, *shape, device=core.device)
     with unsharded(policy):
         for batch in filter(None, batches):  # a process may have an empty one
-            drawn = sample_batch(core, [prompts[i] for i in batch], to_device(u[batch], core.device), stops, args)
+            drawn = sample_batch(
+                core, [prompts[i] for i in batch], to_device(u[batch], core.device), stops, copies, args)
             tokens[batch], logps[batch], entropies[batch] = drawn
+    # Each process has filled in its own prompts: the sums have all of them.
     tokens, logps, entropies = (all_reduce(tensor).cpu() for tensor in (tokens, logps, entropies))
 
-    is_stop = torch.isin(tokens, stops.cpu())
-    mask = is_stop.cumsum(dim=2) == is_stop  # up to the first stop token: 0 = 0 before it, 1 = 1 at it
+    mask = tokens >= 0
     T = mask.sum(dim=2).max()
-    completions = [[tuple(ids[ids >= 0].tolist()) for ids in rows] for rows in tokens.where(mask, -1)]
+    completions = [[tuple(ids[ids >= 0].tolist()) for ids in group] for group in tokens]
     return Samples(
         groups=list(zip(prompts, completions)),
-        texts=[tokenizer.batch_decode(rows, skip_special_tokens=True) for rows in completions],
+        texts=[tokenizer.batch_decode(group, skip_special_tokens=True) for group in completions],
         mask=mask[..., :T],
-        ended=is_stop.any(dim=2),
+        ended=torch.isin(tokens, stops.cpu()).any(dim=2),
         logps=logps.where(mask, 0.0)[..., :T],
         entropy=entropies.where(mask, 0.0).sum(dim=2),
     )
 
 
-def sample_batch(core, prompts: list[tuple], u: torch.Tensor, stops: torch.Tensor, args: Args) -> tuple:
-    """Samples of some prompts: tokens, log-probs and entropies, (B, k, T). They are undefined after the end."""
+def copies_of_prompts(core, prompts: list[tuple], k: int, args: Args) -> int:
+    """How often the key-value cache holds each prompt: once for all of its samples, or once for each. With
+    one, a sample reads the tokens of the others, too: slower where they may be longer than the prompt."""
+    longest = max(len(prompt) for prompt in prompts)
+    if args.max_new_tokens > longest or not has_shared_prompts(core):
+        return k
+    has_windows = any(DynamicCache(config=core.config).is_sliding)  # they keep the last columns of a row
+    return k if has_windows else 1
+
+
+def sample_batch(core, prompts: list[tuple], u: torch.Tensor, stops: torch.Tensor, copies: int, args: Args):
+    """Samples of some prompts, (B, k, T) each: tokens, -1 after the end, their log-probs and entropies.
+
+    A row of the cache has a prompt once, and behind it the tokens of its S samples: each step adds a column
+    for each of them, which it alone sees. S is k, or 1 where each sample has a copy of the prompt."""
     B, k, T = u.shape
+    device = core.device
+
+    # Each prompt is encoded once. Shorter ones are padded on the left.
     is_shared = has_shared_prompts(core)
-    if not is_shared:  # one prompt, encoded k times: not every cache can be copied
-        prompts = prompts * k
+    if not is_shared:  # not every cache can be copied: the one prompt is encoded for each of its samples
+        prompts = [prompts[0] for _ in range(k)]
     ids = [torch.tensor(prompt) for prompt in prompts]
-    ids = to_device(pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left"), core.device)
-    mask = (ids >= 0).long()  # (B, longest)
+    ids = to_device(pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left"), device)
+    mask = ids >= 0  # (B, longest)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-
-    out = core(
-        input_ids=ids.clamp(min=0),
-        attention_mask=mask,
-        position_ids=positions,
-        logits_to_keep=1,
-        use_cache=True,
-    )
-    cache_name = next(name for name in out if isinstance(out[name], Cache))  # transformers 5.24 has renamed it
+    inputs = dict(attention_mask=mask.long(), position_ids=positions, use_cache=True)
+    out = core(ids.clamp(min=0), **inputs, logits_to_keep=1)
+    cache_name = next(name for name in out if isinstance(out[name], Cache))  # "past_key_values" or "cache"
     kv_cache = out[cache_name]
-    logits = out.logits[:, -1]
-    if is_shared:  # every prompt was encoded once: copy its keys and values to k rows
-        kv_cache.batch_repeat_interleave(k)
-        logits, mask = (tensor.repeat_interleave(k, dim=0) for tensor in (logits, mask))
 
-    # From here on each sample is a row.
-    u = u.flatten(0, 1)  # (B · k, T)
-    lengths = mask.sum(dim=1)  # of the prompts
-    mask = F.pad(mask, (0, T), value=1)
-    tokens = torch.full((B * k, T), -1, device=core.device)
-    logps, entropies = torch.zeros(2, B * k, T, device=core.device)
-    rows = torch.arange(B * k, device=core.device)  # the samples in the cache
+    logits = out.logits  # (rows, 1, V)
+    if is_shared and copies > 1:
+        row_of_copy = torch.arange(B, device=device).repeat_interleave(copies)
+        kv_cache.reorder_cache(row_of_copy)
+        logits, mask = logits[row_of_copy], mask[row_of_copy]
+
+    # For each row of the cache: its samples, whether they have no end yet, and which columns they see.
+    samples = torch.arange(B * k, device=device).view(len(mask), -1)  # (rows, S)
+    is_open = torch.ones_like(samples, dtype=torch.bool)
+    sees = mask[:, None].expand(*samples.shape, -1)  # (rows, S, columns)
+    lengths = mask.sum(dim=1, keepdim=True)  # of the prompts
+    logits = logits.expand(*samples.shape, -1)
+
+    u = u.view(B * k, T)
+    tokens = torch.full((B * k, T), -1, device=device)
+    logps, entropies = torch.zeros(2, B * k, T, device=device)
 
     for t in progress_bar(range(T), desc="sample", unit="tok", delay=1):
-        tokens[rows, t], logps[rows, t], entropies[rows, t] = draw(logits, u[rows, t], args.temperature)
-        has_ended = torch.isin(tokens[rows], stops).any(dim=1)
-        stay = (~has_ended).nonzero()[:, 0]  # waits for the GPU
-        if len(stay) == 0 or t == T - 1:
+        token, logps[samples, t], entropies[samples, t] = draw(logits, u[samples, t], args.temperature)
+        tokens[samples, t] = token.where(is_open, -1)
+        is_open &= ~torch.isin(token, stops)
+        n_open = is_open.sum(dim=1).tolist()  # waits for the GPU
+        if t == T - 1 or not any(n_open):
             break
 
-        if is_shared and len(stay) < len(rows):
-            kv_cache.batch_select_indices(stay)
-            rows = rows[stay]
-        inputs = dict(input_ids=tokens[rows, t, None], position_ids=lengths[rows, None] + t)
-        if is_shared:  # a recurrent model would misread it
-            inputs["attention_mask"] = mask[rows, :ids.shape[1] + t + 1]
-        logits = core(**inputs, **{cache_name: kv_cache}, use_cache=True).logits[:, -1]
+        # A row leaves the cache when all its samples have ended. The others keep equally many samples: first
+        # the open ones, and then as many ended ones as that takes.
+        stay = to_device([row for row, n in enumerate(n_open) if n > 0 or not is_shared], device)
+        if len(stay) < len(n_open):
+            kv_cache.reorder_cache(stay)
+        order = is_open[stay].int().argsort(dim=1, descending=True, stable=True)
+        kept = stay[:, None], order[:, :max(n_open)]
+        samples, is_open, token, sees = samples[kept], is_open[kept], token[kept], sees[kept]
+        lengths = lengths[stay]
+
+        # A sample sees what it saw before, and its own new column.
+        own = torch.eye(token.shape[1], dtype=torch.bool, device=device)
+        sees = torch.cat([sees, own.expand(len(stay), -1, -1)], dim=2)
+        mask = sees[:, None]  # (rows, 1, samples, columns)
+        if copies == k:
+            mask = sees[:, 0].long()  # (rows, columns): the model adds its windows
+        if not is_shared:
+            mask = None  # nothing is padded, and a recurrent model would misread a mask
+
+        positions = (lengths + t).expand(token.shape)
+        inputs = dict(attention_mask=mask, position_ids=positions, use_cache=True)
+        logits = core(token, **inputs, **{cache_name: kv_cache}).logits
     return tokens.view(B, k, T), logps.view(B, k, T), entropies.view(B, k, T)
 
 
 def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.Tensor, ...]:
-    """(n, V) logits, (n,) uniform numbers -> (n,) tokens, their log-probs, and entropies."""
+    """Logits (.., V), uniform numbers (..) -> tokens, their log-probs, and entropies, (..) each."""
     logps = torch.log_softmax(logits.float() / temperature, dim=-1)
     probs = logps.exp()
-    entropy = -(probs * logps.clamp(min=-200)).sum(-1)  # 0 · −inf is NaN
-    cdf = probs.double().cumsum(-1)  # in float32 the tail of 150,000 tokens would be lost
-    token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)  # right: never probability 0
-    return token[:, 0], logps.gather(-1, token)[:, 0], entropy
+    entropies = -(probs * logps.clamp(min=-200)).sum(dim=-1)  # 0 · −inf is NaN
 
-
-def log_samples(out: Path, step: int, held_out: bool, samples: Samples, rows: list[Row], rewards: torch.Tensor):
-    """Adds the samples to samples.jsonl."""
-    lines = []
-    for row, texts, values in zip(rows, samples.texts, rewards.tolist()):
-        for text, value in zip(texts, values):
-            lines.append(dict(
-                step=step,
-                held_out=held_out,
-                prompt=row.columns["prompt"],
-                completion=text,
-                reward=None if math.isnan(value) else value,
-            ))
-    append(out / "samples.jsonl", lines)
-
-
-def report(out: Path) -> list[dict]:
-    """Prints three answers and the metrics of held-out prompts, before training and now. Returns all metrics."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    samples = [json.loads(line) for line in (out / "samples.jsonl").open()]
-    held_out = [sample for sample in samples if sample["held_out"]]
-    now = [sample for sample in held_out if sample["step"] == history[-1]["step"]]
-    for old, new in zip(held_out[:3], now):  # their prompts are the same
-        prompt = new["prompt"] if isinstance(new["prompt"], str) else new["prompt"][-1]["content"]
-        print(f"prompt  {prompt[-80:]!r}")  # its end, which is answered
-        print(f"before  {old['completion'][:100]!r}\nnow     {new['completion'][:100]!r}")
-
-    print(f"{'held out':31} before      now")
-    for name, before in list(history[0].items())[1:]:  # all but the step
-        print(f"{name:30} {before:8.3f} {history[-1][name]:8.3f}")
-    print(f"see {out}")
-    return history
+    # It is the first token at which the sum of the probabilities exceeds u.
+    sums = probs.double().cumsum(dim=-1)  # in float32 the tail of 150,000 tokens would be lost
+    tokens = torch.searchsorted(sums, u[..., None] * sums[..., -1:], right=True)  # right: never probability 0
+    return tokens[..., 0], logps.gather(-1, tokens)[..., 0], entropies
 
 
 # ---- Rewards ---------------------------------------------------------
 
 def load_rewards(device: str, args: Args) -> list[tuple]:
     """[(name, function, weight), ..]"""
-    names = [spec.partition(":")[2] for spec in args.reward]
-    functions = [load_function(spec) for spec in args.reward]
+    modules = {}  # a file is loaded once, also if several rewards are in it
+    names, functions = [], []
+    for spec in args.reward:
+        file, _, name = spec.rpartition(":")
+        if file not in modules:
+            modules[file] = load_module(file)
+        names.append(name)
+        functions.append(getattr(modules[file], name))
+
     if args.reward_model:
         names.append(Path(args.reward_model).name)
         functions.append(load_reward_model(args.reward_model, device, args))
-    weights = args.reward_weights or [1.0] * len(functions)
-    return list(zip(names, functions, weights))
+    return list(zip(names, functions, args.reward_weights or [1.0] * len(names)))
 
 
-def load_function(spec: str):
-    """The function that FILE.py:FUNCTION names, from the file as it is now."""
-    file, _, name = spec.partition(":")
-    sys.path.insert(0, os.path.dirname(os.path.abspath(file)))  # for its own imports
-    return runpy.run_path(file)[name]
+def load_module(file: str):
+    """A user's file, as it is now, as a module. By the module's name a process pool finds its functions."""
+    path = os.path.abspath(file)
+    sys.path.insert(0, os.path.dirname(path))  # for its own imports, and for those of the pool
+    name = Path(path).stem
+    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != path:
+        name += "_"  # another module has this name
+
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
+    sys.modules[name] = module
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))  # a cache of bytecode may be old
+    return module
 
 
 def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -> tuple[torch.Tensor, dict]:
     """The weighted sum of the rewards, (B, k), NaN where all are None; and the mean of each reward."""
-    n, rank, ranks = len(rows), process_rank(), process_count()
-    own = slice(n * rank // ranks, n * (rank + 1) // ranks)  # the processes divide the rows
-    texts = list(chain(*samples.texts[own]))
-    k = samples.mask.shape[1]
-    columns = np.repeat([row.columns for row in rows[own]], k)  # one dict per sample
-
-    # What a function receives: lists with an item for each sample.
-    inputs = {name: [row[name] for row in columns] for name in rows[0].columns}
-    inputs["prompts"] = inputs.pop("prompt")
-    inputs["completions"] = [text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
-                             for prompt, text in zip(inputs["prompts"], texts)]
-    completion_ids = chain(*(completions for _, completions in samples.groups[own]))
-    inputs["completion_ids"] = list(map(list, completion_ids))
-    inputs["ended"] = samples.ended[own].flatten().tolist()
+    # What a function receives: lists with an item for each sample. The processes divide the rows.
+    inputs = defaultdict(list)
+    for i in np.array_split(range(len(rows)), process_count())[process_rank()]:
+        prompt = rows[i].columns["prompt"]
+        for text, ids, ended in zip(samples.texts[i], samples.groups[i][1], samples.ended[i].tolist()):
+            completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            sample = dict(prompts=prompt, completions=completion, completion_ids=list(ids), ended=ended)
+            for name, value in (rows[i].columns | sample).items():
+                inputs[name].append(value)
+    inputs.pop("prompt", None)
 
     total = torch.full(samples.ended.shape, math.nan)  # (B, k)
     means = {}
+    n = len(inputs["ended"])
     for name, function, weight in functions:
-        values = function(**inputs) if texts else []
-        if asyncio.iscoroutine(values):
-            values = RUNNER.run(values)
-        if isinstance(values, (dict, set, str)) or len(values) != len(texts):
-            raise BadInput(f"{name} returned {str(values)[:99]}: expected {len(texts)} numbers or None")
+        values = function(**inputs) if n else []
+        if inspect.iscoroutine(values):
+            values = asyncio.run_coroutine_threadsafe(values, event_loop()).result()
+        rewards = [] if isinstance(values, (dict, set, str)) else list(values)
+        if len(rewards) != n:
+            raise BadInput(f"{name} returned {str(values)[:99]}: expected {n} numbers or None")
 
-        values = [math.nan if value is None else float(value) for value in values]
-        values = torch.tensor(sum(all_gather(values), [])).view(total.shape)
-        total = torch.where(values.isnan(), total, total.nan_to_num(0.0) + weight * values)
-        means[f"rewards/{name}"] = values.nanmean().item()
-
-    if not total.nanmean().isfinite():
-        raise BadInput("rewards are infinite, or all None")
+        rewards = [math.nan if reward is None else float(reward) for reward in rewards]
+        rewards = torch.tensor(list(chain(*all_gather(rewards)))).view(total.shape)
+        if rewards.isinf().any():
+            raise BadInput(f"{name} returned an infinite reward")
+        total = torch.where(rewards.isnan(), total, total.nan_to_num(nan=0.0) + weight * rewards)
+        means[f"rewards/{name}"] = rewards.nanmean().item()
     return total, means
 
 
+@cache
+def event_loop():
+    """One loop for all calls, so that a client in a reward function can be used again. It runs in a thread of
+    its own, because a notebook runs one in this thread."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
 def load_reward_model(name: str, device: str, args: Args):
-    """A classifier as a reward function. Its weights wait on the host; a call copies them to the GPU."""
+    """A classifier as a reward function. Its weights wait on the CPU; a call copies them to the GPU."""
     tokenizer = load_tokenizer(name)
-    model, info = AutoModelForSequenceClassification.from_pretrained(name, dtype="auto", output_loading_info=True)
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        name, dtype="auto", output_loading_info=True)
     if info["missing_keys"] or model.config.num_labels != 1:  # missing weights would stay random
         raise BadInput(f"--reward_model {name} is no classifier with one output, or lacks weights")
     if device == "cuda":
         model._apply(torch.Tensor.pin_memory)  # pinned memory is copied faster
+    pad = model.config.get_text_config().pad_token_id  # by it the model finds the end of a row
 
     @torch.no_grad()
     def score(prompts, completions, ended, **columns) -> list[float]:
         rows = []
         for prompt, completion, has_ended in zip(prompts, completions, ended):
             if isinstance(prompt, str):
-                ids = tokenize(tokenizer, prompt + completion + tokenizer.eos_token * has_ended)
+                ids = tokenizer(prompt + completion + tokenizer.eos_token * has_ended).input_ids
             else:
-                *before, last = prompt
-                if last["role"] == "assistant":  # a begun answer, which the sample continues
-                    prompt, completion = before, [last | {"content": last["content"] + completion[0]["content"]}]
-                ids = tokenizer.apply_chat_template(prompt + completion, continue_final_message=not has_ended,
-                                                    return_dict=False, **args.chat_template_kwargs)
+                if prompt[-1]["role"] == "assistant":  # a begun answer, which the sample continues
+                    text = prompt[-1]["content"] + completion[0]["content"]
+                    prompt, completion = prompt[:-1], [prompt[-1] | {"content": text}]
+                ids = tokenizer.apply_chat_template(
+                    prompt + completion, continue_final_message=not has_ended, return_dict=False,
+                    **args.chat_template_kwargs)
             rows.append(torch.tensor(ids))
-        if max(map(len, rows)) > context_length(model.config):
+
+        lengths = [len(ids) for ids in rows]
+        if max(lengths) > context_length(model.config):
             raise BadInput("a sample is too long for the reward model")
+        batches = [[i] for i in range(len(rows))]
+        if pad is not None:
+            batches = pack(lengths, args.tokens_per_forward, is_padded=True)
 
         scores = torch.zeros(len(rows))
-        pad = model.config.get_text_config().pad_token_id  # the model finds the end of a row by it
-        budget = 0 if pad is None else args.tokens_per_forward  # 0: each row alone
         weights = chain(model.named_parameters(), model.named_buffers())
         weights = {name: weight.to(device) for name, weight in weights}
-        for batch in pack(list(map(len, rows)), budget, [1] * len(rows)):
+        for batch in batches:
             ids = pad_sequence([rows[i] for i in batch], batch_first=True, padding_value=-1).to(device)
             inputs = dict(input_ids=ids.where(ids >= 0, pad or 0), attention_mask=(ids >= 0).long())
             logits = torch.func.functional_call(model, weights, kwargs=inputs).logits
@@ -661,6 +755,40 @@ def load_reward_model(name: str, device: str, args: Args):
         return scores.tolist()
 
     return score
+
+
+# ---- Samples and the report ------------------------------------------
+
+def log_samples(out: Path, samples: Samples, rows: list[Row], rewards, step: int, held_out: bool):
+    """Adds the samples to samples.jsonl."""
+    lines = []
+    for row, texts, values in zip(rows, samples.texts, rewards.tolist()):
+        of_prompt = {"step": step, "held_out": held_out, "prompt": row.columns["prompt"]}
+        for text, value in zip(texts, values):
+            reward = None if math.isnan(value) else value
+            lines.append(of_prompt | {"completion": text, "reward": reward})
+    append(out / "samples.jsonl", lines)
+
+
+def report(out: Path) -> list[dict]:
+    """Prints three answers and the metrics of held-out prompts, before training and now. Returns metrics."""
+    history = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    samples = [json.loads(line) for line in (out / "samples.jsonl").open()]
+    held_out = [sample for sample in samples if sample["held_out"]]
+    now = [sample for sample in held_out if sample["step"] == history[-1]["step"]]
+    for old, new in zip(held_out[:3], now):  # their prompts are the same
+        prompt = new["prompt"] if isinstance(new["prompt"], str) else new["prompt"][-1]["content"]
+        print("prompt ", repr(prompt if len(prompt) <= 80 else "…" + prompt[-79:]))  # its end is answered
+        print("before ", repr(old["completion"][:100]))
+        print("now    ", repr(new["completion"][:100]))
+
+    print(f"{'held out':31} before      now")
+    for name in list(history[0])[1:]:  # all but the step
+        values = [history[0][name], history[-1].get(name)]
+        cells = [f"{value:8.3f}" if isinstance(value, int | float) else str(value) for value in values]
+        print(f"{name:30}", *cells)
+    print(f"see {out}")
+    return history
 
 
 # ---- Data ------------------------------------------------------------
@@ -677,7 +805,14 @@ def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
         eval_rows = [row for row in rows if row.prompt in held_out]
         rows = [row for row in rows if row.prompt not in held_out]
 
-    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out")
+    prompts = {row.prompt for row in rows}
+    n_known = sum(row.prompt in prompts for row in eval_rows)
+    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out ({n_known} with a prompt of the former)")
+
+    config = AutoConfig.from_pretrained(base_of(args.model)).get_text_config()
+    largest = max(max(row.prompt) for row in rows + eval_rows)
+    if largest >= config.vocab_size:
+        raise BadInput(f"{args.model} has no embedding for token {largest} of its tokenizer")
     return rows, eval_rows
 
 
@@ -685,19 +820,13 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     """The rows of a file or of hub data. Rows that cannot be trained on are dropped and counted."""
     rows = []
     counts = Counter(rows=0)
-    for number, columns in enumerate(progress_bar(read_rows(source), desc="tokenize"), 1):
-        try:
-            row = encode(columns, tokenizer, args)
-        except Exception as error:
-            raise BadInput(f"{source}, row {number}: {error!r} in {str(columns)[:300]}") from error
-
-        counts["rows"] += 1
-        if not row.prompt:
-            counts["dropped: empty"] += 1
-        elif len(row.prompt) > args.max_length:
+    for columns, (prompt,) in tokenize_rows(source, tokenizer, args, counts):
+        if not prompt:
+            counts["dropped: an empty prompt"] += 1
+        elif len(prompt) > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
         else:
-            rows.append(row)
+            rows.append(Row(prompt, columns))
 
     print(f"{source}: {len(rows)} of", "; ".join(f"{count} {note}" for note, count in counts.items()))
     if len(rows) < max(1, counts["rows"] / 2):
@@ -706,58 +835,134 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     return [Row(row.prompt, names | row.columns) for row in rows]  # what a row lacks is None
 
 
+def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
+    """Yields the columns of each row, and the token ids of its texts, here the prompt alone."""
+    plain = tokenizer("a", add_special_tokens=False).input_ids
+    full = tokenizer("a").input_ids
+    bos = as_tuple(full[:full.index(plain[0])]) if plain else ()  # what the tokenizer puts before a text
+
+    lines = iter(progress_bar(read_rows(source), desc="tokenize"))
+    while batch := list(islice(lines, 350)):
+        rendered = []
+        for line in batch:
+            counts["rows"] += 1
+            try:
+                columns = json.loads(line) if isinstance(line, str) else line
+                rendered += render(columns, tokenizer, args, counts)
+            except Exception as error:  # of JSON, of these columns, or of the chat template
+                raise BadInput(f"{source}, row {counts['rows']}: {error}") from error
+
+        # One call for about 1,000 texts, which the tokenizer divides over the cores.
+        texts = chain(*(texts for _, texts in rendered))
+        all_ids = iter(tokenizer([*texts, ""], add_special_tokens=False, verbose=False).input_ids)
+        for columns, texts in rendered:
+            sequences = [as_tuple(next(all_ids)) for _ in texts]
+            if isinstance(columns["prompt"], str):  # a chat template writes BOS
+                sequences = [ids if ids[:len(bos)] == bos else bos + ids for ids in sequences]
+            yield columns, sequences
+
+
 def read_rows(source: str):
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. A row of JSON Lines is its line."""
+    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. JSON Lines stay lines."""
     ending = Path(source).suffix
+    if Path(source).is_file() and ending not in ENDINGS:
+        raise BadInput(f"{source}: expected a file that ends with {', '.join(ENDINGS)}")
     if ending == ".jsonl":
-        text = Path(source).read_text(encoding="utf-8-sig")
-        return [line for line in text.split("\n") if line.strip()]
+        with open(source, encoding="utf-8-sig") as file:
+            return [line for line in file if line.strip()]
 
     import datasets
-    if ending in (".json", ".csv", ".parquet"):
+    if ending in ENDINGS:
         return datasets.load_dataset(ending[1:], data_files=source, split="train")
-    name, *config = re.split(r":(?![^\[]*\])", source)  # but not at the colon of a slice, train[:1000]
+    names, bracket, part = source.partition("[")  # a split may be a slice, train[:1000]
+    name, *config = names.split(":")
     split = config.pop() if config else "train"
-    return datasets.load_dataset(name, *config, split=split)
+    return datasets.load_dataset(name, *config, split=split + bracket + part)
 
 
-def encode(columns: dict | str, tokenizer, args: Args) -> Row:
-    """Tokenizes the prompt of a row, a dict or a line of JSON."""
-    if isinstance(columns, str):
-        columns = json.loads(columns)
-    prompt = clean(columns["prompt"] or "")  # None: an empty cell of a CSV file
+def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]:
+    """[(columns, [text])] of a row. [] if the prompt is empty."""
+    prompt = read_text(columns, "prompt")
+    if not "".join(texts_in(prompt)).strip():
+        counts["dropped: an empty prompt"] += 1
+        return []
+    columns = columns | {"prompt": prompt}
+
     if isinstance(prompt, str):
-        ids = tokenize(tokenizer, prompt)
-    else:
-        options = args.chat_template_kwargs | (columns.get("chat_template_kwargs") or {})
-        is_begun = prompt[-1]["role"] == "assistant"  # an answer that the samples continue
-        ids = tokenizer.apply_chat_template(
-            prompt, tools=columns.get("tools"), return_dict=False, add_generation_prompt=not is_begun,
-            continue_final_message=is_begun, **options)
-    return Row(tuple(ids), columns | {"prompt": prompt})
+        if tokenizer.chat_template:
+            counts["strings, without the chat template; see demo/prepare_chat.py"] += 1
+        return [(columns, [prompt])]
+
+    is_begun = prompt[-1]["role"] == "assistant"  # an answer that the samples continue
+    text = template_of(columns, tokenizer, args)(
+        prompt, add_generation_prompt=not is_begun, continue_final_message=is_begun)
+    if drops_text(text, prompt[-1:]):
+        counts["with text that the template drops"] += 1
+    return [(columns, [text])]
 
 
-def clean(text: str | list | None):
-    """A prompt or an answer. Messages lose columns that are null, and their parts of text are joined."""
-    if isinstance(text, str) and re.match(r"\s*\[\{.(role|content).:", text):
-        raise ValueError("messages written as a string")
-    if not isinstance(text, list):
+def template_of(columns: dict, tokenizer, args: Args):
+    """The chat template as a function of messages, with the tools and the options of a row."""
+    tools = without_nulls(columns.get("tools"))
+    if isinstance(tools, str):
+        tools = json.loads(tools)
+    options = args.chat_template_kwargs | without_nulls(columns.get("chat_template_kwargs") or {})
+    return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+
+
+def drops_text(rendered: str, messages: list[dict]) -> bool:
+    """Whether a text of these messages is missing in what the template has written."""
+    written = letters_of(rendered)
+    return any(letters_of(text) not in written for text in texts_in(messages))
+
+
+def read_text(columns: dict, name: str) -> str | list[dict]:
+    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is empty."""
+    if name not in columns:
+        raise ValueError(f"has no column {name!r}: it has {', '.join(columns)}")
+    text = without_nulls(columns[name]) or ""
+    if isinstance(text, str):
         return text
 
-    messages = [{name: value for name, value in message.items() if value is not None} for message in text]
-    for message in messages:
-        if isinstance(message.get("content"), list):
-            message["content"] = "".join(part["text"] for part in message["content"])  # KeyError: an image
+    messages = []
+    for message in text if isinstance(text, list) else [text]:
+        if not isinstance(text, list) or not isinstance(message, dict) or "role" not in message:
+            raise ValueError(f"{name} is {text!r:.99}: expected a string, or a list of messages with a role")
+        parts = message.get("content")
+        if isinstance(parts, list):
+            if any(part.get("type", "text") != "text" for part in parts):
+                raise ValueError(f"{name} has {parts!r:.99}: expected only parts of type text")
+            message = message | {"content": "".join(part["text"] for part in parts)}
+        messages.append(message)
     return messages
 
 
-def tokenize(tokenizer, text: str) -> list[int]:
-    """Token ids of a text. They begin with the tokenizer's BOS, once, and do not end with EOS."""
-    ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-    full = tokenizer("a").input_ids
-    plain = tokenizer("a", add_special_tokens=False).input_ids
-    bos = full[:full.index(plain[0])]  # what the tokenizer puts before a text
-    return ids if ids[:len(bos)] == bos else bos + ids
+def texts_in(value) -> list[str]:
+    """The texts of a string or of messages, at any depth."""
+    if isinstance(value, dict):
+        value = [item for name, item in value.items() if name not in ("role", "type", "id", "tool_call_id")]
+    if isinstance(value, list):
+        return list(chain(*map(texts_in, value)))
+    return [value] if isinstance(value, str) else []
+
+
+def letters_of(text: str) -> str:
+    """Without what a template changes when it strips a text or writes it as JSON."""
+    return re.sub(r"\\[nrt]|\W", "", text)
+
+
+def without_nulls(value):
+    """Without keys that are null, at any depth: files of columns fill them in."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
+
+
+def as_tuple(ids: list[int]) -> tuple[int, ...]:
+    """Equal ids become one object: the data then takes 8 bytes per token instead of 36."""
+    return tuple(TOKENS.setdefault(token, token) for token in ids)
 
 
 # ---- Models ----------------------------------------------------------
@@ -769,7 +974,7 @@ def base_of(name: str) -> str:
 
 
 def load_tokenizer(name: str, ref_name: str | None = None):
-    """The tokenizer of a checkpoint, or of the base of an adapter. A reference with another one is refused."""
+    """The tokenizer of a checkpoint, or of an adapter's base. A reference with another one is refused."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
     tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
@@ -800,7 +1005,8 @@ def load_model(name: str, device: str, args: Args, trains: bool = False):
     if trains and args.gradient_checkpointing:
         for layer in model.modules():
             if isinstance(layer, GradientCheckpointingLayer):  # transformers' own way needs training mode
-                layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+                layer.forward = partial(
+                    checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     return model
 
 
@@ -808,13 +1014,9 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     """The model with the LoRA adapter of a folder or hub name, or with a new one."""
     import peft
     if name == base_of(name):
-        targets = ",".join(args.lora_target).split(",") if args.lora_target else "all-linear"
         config = peft.LoraConfig(
-            r=args.lora_r,
-            lora_alpha=args.lora_alpha or 2 * args.lora_r,
-            target_modules=targets,
-            task_type="CAUSAL_LM",
-        )
+            r=args.lora_r, lora_alpha=args.lora_alpha or 2 * args.lora_r,
+            target_modules=list(args.lora_target) or "all-linear", task_type="CAUSAL_LM")
         model = peft.get_peft_model(model, config)
         print("LoRA in", *sorted({name.split(".")[-1] for name in model.targeted_module_names}))
         return model
@@ -832,7 +1034,7 @@ def add_adapter(model, name: str, trains: bool, args: Args):
 # ---- Files of a run --------------------------------------------------
 
 def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dict:
-    """The script, flags, rows and weights of a run. A resumed run must have the same, except for MAY_CHANGE."""
+    """The script, flags, rows and weights of a run. A resumed run may differ only in MAY_CHANGE."""
     digest = hashlib.sha256()
     for row in train_rows + [None] + eval_rows:  # None: where the held-out rows begin
         digest.update(repr(row).encode())
@@ -841,30 +1043,36 @@ def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dic
     run = vars(args) | {"script": Path(__file__).name, "rows": digest.hexdigest()}
     for flag in ("model", "ref_model", "reward_model"):
         run[f"{flag}'s weights"] = run[flag] and digest_of(run[flag])
-    return json.loads(json.dumps(run))  # tuples become lists
+    run = json.loads(json.dumps(run))  # tuples become lists
+    if any(other != run for other in all_gather(run)):
+        raise BadInput("the processes have other flags, rows or weights: give all of them the same files")
+    return run
 
 
 def training_state(policy, optimizer) -> dict:
-    """What a step changes in place: weights, and their optimizer state, which torch creates by a step with lr 0."""
-    state = {name: weight for name, weight in policy.named_parameters() if weight.requires_grad}  # a tied weight once
-    moments = get_optimizer_state_dict(policy, optimizer)["state"]
-    for name, values in moments.items():
-        for key, value in values.items():
-            state[f"optimizer.{name}.{key}"] = value.zero_()  # that step was counted
+    """What a step changes: weights and their optimizer state, in place. A number, such as the step that some
+    optimizers count, becomes a tensor."""
+    state = {}
+    for name, weight in policy.named_parameters():  # a tied weight once
+        if weight.requires_grad:
+            state[name] = weight
+            for key, value in optimizer.state[weight].items():
+                state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
     return state
 
 
 def checkpoints(out: Path) -> set[int]:
-    """The steps of complete checkpoints, out/resume-STEP. Other folders that begin with resume- are the user's."""
+    """The steps of complete checkpoints, out/resume-STEP. Other names are the user's."""
     steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
     return {int(step) for step in steps if step.isdigit()}
 
 
-def save_checkpoint(out: Path, step: int, state: dict):
+def save_checkpoint(out: Path, step: int, policy, optimizer):
     """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
     folder = out / f"resume-{step}"
     shutil.rmtree(folder, ignore_errors=True)  # of a killed save
     barrier()
+    state = training_state(policy, optimizer)
     files = {name: 1 + n // 64 for n, name in enumerate(state)}  # the writer holds a whole file in memory
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
 
@@ -874,47 +1082,59 @@ def save_checkpoint(out: Path, step: int, state: dict):
             shutil.rmtree(out / f"resume-{other}")
 
 
-def restore_checkpoint(out: Path, run: dict, state: dict) -> int:
-    """Refuses another run's folder, restores the newest checkpoint, cuts the logs to its step. Returns it, or 0."""
+def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
+    """Refuses a folder that is not this run's. Restores its newest checkpoint, cuts the logs to its step, and
+    returns it, or 0."""
     file = out / "args.json"
-    if file.exists() or (out / "metrics.jsonl").exists():  # a log without args.json is another program's
+    has_logs = any((out / log).exists() for log in LOGS)  # before file.exists(): args.json comes first
+    if file.exists():
         saved = json.loads(file.read_text())
         differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
         if differing:
             raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
+    elif has_logs:
+        raise BadInput(f"{out} has logs, but not of a run of this script: name another --out")
 
     step = max(checkpoints(out), default=0)
     if step:
+        # A step with gradients of 0 creates the optimizer's state. The checkpoint overwrites what it changes.
+        for weight in policy.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        optimizer.step()
+        optimizer.zero_grad()
+
+        state = training_state(policy, optimizer)
         dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{step}"))
+        for name, weight in policy.named_parameters():
+            for key, value in optimizer.state.get(weight, {}).items():
+                if not torch.is_tensor(value):
+                    optimizer.state[weight][key] = state[f"optimizer.{name}.{key}"].item()
         print(f"resumes after step {step}")
 
     if is_first_process():
         write_whole(file, [json.dumps(run, indent=1).encode()])
-        for log in (out / "metrics.jsonl", out / "samples.jsonl"):  # the lines of later steps will be written again
-            lines = log.read_bytes().splitlines(keepends=True) if step else []
+        for log in LOGS:  # the lines of later steps will be written again
+            lines = (out / log).read_bytes().splitlines(keepends=True) if step else []
             kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
-            write_whole(log, kept)
+            write_whole(out / log, kept)
         if run["wandb"]:
             import wandb
             wandb.init(name=out.name, dir=out, config=run, resume="auto")
     return step
 
 
-def log_metrics(out: Path, values: dict, args: Args):
-    """Adds a line to metrics.jsonl, and to Weights & Biases."""
-    append(out / "metrics.jsonl", [values])
-    if args.wandb and is_first_process():
+def append(log: Path, lines: list[dict], to_wandb=False):
+    """Adds lines to a log, on the disk before a checkpoint of their step is, and to Weights & Biases."""
+    if not is_first_process():
+        return
+    with open(log, "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())
+    if to_wandb:
         import wandb
-        wandb.log(values, step=values["step"])
-
-
-def append(log: Path, lines: list[dict]):
-    """Adds lines to a log. They are on the disk before a checkpoint of their step is."""
-    if is_first_process():
-        with open(log, "a") as file:
-            file.writelines(json.dumps(line) + "\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
+        for line in lines:
+            wandb.log(line, step=line["step"])
 
 
 def save_model(model, tokenizer, out: Path, args: Args):
@@ -949,7 +1169,7 @@ if __name__ == "__main__":
         sys.stdout = open(os.devnull, "w")
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
-    except BadInput as error:
+    except (BadInput, KeyboardInterrupt) as error:
         print("rloo.py:", error, file=sys.stderr)
         sys.exit(2)
     except ModuleNotFoundError as error:

@@ -61,8 +61,8 @@ SHAPES = {
     "body-heavy": ("llama", 384, 1024, 8, 6, 3, 64, 2_048, False),  # 15 M parameters
     "head-heavy": ("llama", 256, 688, 4, 4, 2, 64, 20_480, False),  # 13 M
     "Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151_936, True),
-    "Qwen2.5-0.5B": ("qwen2", 896, 4864, 24, 14, 2, 64, 151_936, True),
-    "Qwen2.5-1.5B": ("qwen2", 1536, 8960, 28, 12, 2, 128, 151_936, True),
+    "Qwen2.5-0.5B": ("llama", 896, 4864, 24, 14, 2, 64, 151_936, True),
+    "Qwen2.5-1.5B": ("llama", 1536, 8960, 28, 12, 2, 128, 151_936, True),
     "Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151_936, False),
     "long": ("qwen3", 64, 192, 2, 4, 2, 32, 151_936, True),
     "tiny": ("llama", 64, 128, 1, 2, 1, 32, 512, False),
@@ -487,7 +487,8 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
     if work in ROLLOUTS:
         rows = rloo.rows_in_order(read_rows(rloo, given), args.steps * args.batch_size, given.seed)
         rows = [row.columns for row in rows]
-        extra = {"reward_funcs": dpo.load_function(given.reward[0])}
+        file, _, name = given.reward[0].rpartition(":")
+        extra = {"reward_funcs": getattr(dpo.load_module(file), name)}
         config = make_config(
             **common, per_device_train_batch_size=args.batch_size * given.k, num_generations=given.k,
             max_completion_length=given.max_new_tokens, shuffle_dataset=False)

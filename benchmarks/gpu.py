@@ -83,7 +83,7 @@ RUNS = {  # flags of dpo.py
     "cache, LoRA, checkpointing": dict(ref="cache", lora_r=16, gradient_checkpointing=True),
 }
 COMMON = dict(eval_size=0, schedule="constant", warmup=0.0, dtype="bfloat16")  # flags of both scripts
-SHAPES["numbers"] = ("qwen2", 896, 4864, 4, 14, 2, 64, 65_536, True)
+SHAPES["numbers"] = ("llama", 896, 4864, 4, 14, 2, 64, 65_536, True)
 
 
 # ---- Lines -----------------------------------------------------------
@@ -278,10 +278,10 @@ class Numbers:
             found.logps = self.logprobs(policy)
             save_model(policy, *rest)
 
-        def append_until_step_3(path, rows):
+        def append_until_step_3(path, rows, *rest):
             if way == "resumed" and path.name == "metrics.jsonl" and rows[0]["step"] == 3:
                 raise InterruptedError
-            append(path, rows)
+            append(path, rows, *rest)
 
         with quiet(), patch.object(dpo, "save_model", save_and_measure):
             try:
@@ -451,9 +451,9 @@ class Speed:
         """The second step, of one prompt and k samples."""
         rollout, seconds = rloo.rollout, []
 
-        def timed(*inputs):
+        def timed(*inputs, **options):
             begin = clock()
-            samples = rollout(*inputs)
+            samples = rollout(*inputs, **options)
             seconds.append(clock() - begin)
             return samples
 
@@ -472,8 +472,8 @@ class Speed:
         profiler = torch.profiler.profile()
         append, times = dpo.append, []
 
-        def append_and_profile(path, rows):
-            append(path, rows)
+        def append_and_profile(path, rows, *rest):
+            append(path, rows, *rest)
             if path.name == "metrics.jsonl" and rows[0]["step"] in (2, 3):
                 times.append(clock())
                 profiler.start() if rows[0]["step"] == 2 else profiler.stop()
@@ -523,12 +523,12 @@ class Trl:
             return [("reference, dpo", partial(self.table, "--tiny", "--works", "reference", "dpo"))]
 
         sizes = ["--shapes", self.shape, "--pairs", "256", "--batch_size", "16", "--max_length", "768"]
-        long = ["--shapes", "long", "--steps", "2", "--batch_size", "1"]
+        long = ["--shapes", self.shape, "--steps", "2", "--batch_size", "1"]
         checks = []
         for work in ("reference", "dpo"):
             checks.append((f"{self.shape}, {work}", partial(self.table, *sizes, "--works", work)))
         for k in (2, 4, 8):
-            checks.append((f"rloo, k={k}", partial(self.table, *long, "--works", f"long, k={k}")))
+            checks.append((f"{self.shape}, rloo, k={k}", partial(self.table, *long, "--works", f"long, k={k}")))
         return checks
 
     def table(self, *flags):

@@ -5,6 +5,11 @@
 
 A prompt becomes a message of the user, an answer one of the assistant. A dialogue "\\n\\nHuman: ..\\n\\nAssistant: ..",
 as in Anthropic's HH (huggingface.co/datasets/Anthropic/hh-rlhf, arXiv:2204.05862), becomes one message per turn.
+
+For a model without a chat template, --strings leaves strings, and gives them a column prompt. The prompt of a dialogue
+ends with its last "Assistant:".
+
+    python demo/prepare_chat.py hh.jsonl strings.jsonl --strings
 """
 import gzip
 import json
@@ -16,10 +21,14 @@ from pathlib import Path
 ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
+def is_dialogue(text: str) -> bool:
+    return re.match(r"\s*Human:", text) is not None
+
+
 def messages(text: str, answer: str) -> list[dict]:
     """A prompt and its answer as a list of {"role", "content"}."""
     turns = ["Human", text, "Assistant", answer]
-    if re.match(r"\s*Human:", text + answer):
+    if is_dialogue(text + answer):
         _, *turns = re.split(r"(?:^|\n\n)(Human|Assistant):", (text + answer).lstrip())
     elif not text.strip():
         raise ValueError("no prompt")
@@ -42,17 +51,30 @@ def convert(row: dict) -> dict | None:
     return row | {"prompt": prompt} | dict(zip(names, answers))
 
 
-def main(source: str, target: str):
+def divide(row: dict) -> dict | None:
+    """The row with strings: a prompt and answers that do not repeat it. None where `convert` gives None."""
+    if convert(row) is None:
+        return None
+    divided = dict(row)
+    for name in ("chosen", "rejected", "completion"):
+        text = (row.get("prompt") or "") + row.get(name, "")
+        if name in row and is_dialogue(text):
+            before, mark, answer = text.rpartition("\n\nAssistant:")
+            divided |= {"prompt": before + mark, name: answer}
+    return divided
+
+
+def main(source: str, target: str, change=convert):
     n_rows = 0
     kept = []
     open_source = gzip.open if source.endswith(".gz") else open
-    with open_source(source, "rt", encoding="utf-8") as lines:
+    with open_source(source, "rt", encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             n_rows += 1
             try:
-                row = convert(json.loads(line))
+                row = change(json.loads(line))
             except (LookupError, TypeError, AttributeError, ValueError) as error:
                 sys.exit(f"{source}:{number}: {error!r}: expected strings: a prompt, chosen and rejected or completion")
             if row:
@@ -67,6 +89,7 @@ def main(source: str, target: str):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or not Path(sys.argv[1]).exists():
+    files = [word for word in sys.argv[1:] if word != "--strings"]
+    if len(files) != 2 or not Path(files[0]).exists():
         sys.exit(__doc__)
-    main(*sys.argv[1:])
+    main(*files, change=divide if "--strings" in sys.argv else convert)

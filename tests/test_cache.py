@@ -8,7 +8,6 @@ import random
 import weakref
 from fnmatch import fnmatch
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest

@@ -7,19 +7,20 @@ import io
 import json
 import re
 import sys
-from itertools import count, product
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from models import bad_input, parametrize
-from runs import ROOT, TOKENIZER
+from models import bad_input, build, parametrize
+from runs import ROOT, SCRIPTS, TINY, TOKENIZER, save, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import dpo
 import kto
 import rloo
+from demo import prepare_chat
 
 END = "<|end|>"
 with open(ROOT / "demo/pairs.jsonl") as lines:
@@ -27,7 +28,6 @@ with open(ROOT / "demo/pairs.jsonl") as lines:
 PROMPT, CHOSEN, REJECTED = (CHATS[0][name] for name in ("prompt", "chosen", "rejected"))
 TEXT = dict(prompt="The tea", chosen=" was warm.", rejected=" was bad.")
 RATED = dict(prompt="The tea", completion=" was warm.", label=True)
-NO_PROMPT = dict(chosen="The tea was warm.", rejected="The tea was bad.")
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" \
         "{% if add_generation_prompt %}<assistant>{% endif %}"
 
@@ -90,10 +90,7 @@ def test_strings_end_with_one_eos_token(load):
     assert load([dict(TEXT, chosen='{"content": 1}')])  # JSON is text, too
 
 
-def test_prompts_may_stand_in_the_answers_too_or_only_there(load, capsys):
-    named = dict(prompt="The tea was", chosen=" warm.", rejected=" bad.")  # no space ends the prompt
-    assert load([NO_PROMPT])[0] == load([named])[0]
-    assert "1 of 1 rows; 1 without a prompt; " in capsys.readouterr().out  # a column of another name
+def test_prompts_of_chats_may_stand_in_the_answers_too_or_only_there(load):
     expected = load(CHATS[:1])[0][:3]
     for prompt, before in product((PROMPT, PROMPT[0]["content"], None), ([], PROMPT)):
         if prompt or before:
@@ -102,6 +99,8 @@ def test_prompts_may_stand_in_the_answers_too_or_only_there(load, capsys):
         if prompt:
             row, = load([dict(prompt=prompt, completion=before + CHOSEN, label=True)], script=kto)
             assert row[:2] == expected[:2]
+    with bad_input("row 1: strings and messages are mixed"):
+        load([dict(prompt=PROMPT, chosen=CHOSEN[0]["content"], rejected=REJECTED)])
 
 
 def test_prompt_with_a_begun_answer_is_continued_by_rloo(load):
@@ -117,42 +116,72 @@ def test_flags_and_columns_reach_the_template(load):
     assert decode(load([chat()], tokenizer, chat_template_kwargs=dict(loud=7))[0], tokenizer)[0].startswith("None7<")
 
 
-def test_messages_lose_null_columns_and_are_joined_from_parts_of_text(load, capsys):
-    """As the hub's data have them. An image is no text."""
-    tokenizer = byte_level(chat_template=PLAIN)
-
-    def rows(change):
-        whole = {name: [change(message) for message in messages] for name, messages in chat("Hot?", "a", "b").items()}
-        return load([whole], tokenizer)[0][:3], load([whole], tokenizer, rloo)[0].prompt
-
-    plain = rows(lambda message: message)
-    assert rows(lambda message: message | dict(tool_calls=None)) == plain
-    assert "ignores" not in capsys.readouterr().out
-    for parts in (["Hot?"], ["H", "ot?"]):
-        content = [dict(type="text", text=text, image=None) for text in parts]
-        assert rows(lambda m, c=content: m | dict(content=c) if m["role"] == "user" else m) == plain
-    for image in (dict(type="image"), dict(type="image", text=None, image="a.png")):
-        for role in ("user", "assistant"):
-            with bad_input("row 1: "):
-                rows(lambda m, i=image, r=role: m | dict(content=[i]) if m["role"] == r else m)
+def in_parts(text):
+    return [dict(type="text", text=part, image=None) for part in text]
 
 
-@parametrize("row, tokenizer, is_reported", [
-    (TEXT, TOKENIZER, True), (TEXT, byte_level(), False), (CHATS[0], TOKENIZER, False)])
-def test_strings_beside_a_template_are_reported(load, capsys, row, tokenizer, is_reported):
-    load([row], tokenizer)
-    assert ("demo/prepare_chat.py" in capsys.readouterr().out) == is_reported
+@parametrize("script", SCRIPTS)
+def test_parts_of_text_are_joined_and_other_parts_refused(load, script):
+    def row(content):
+        return chat(content) | dict(completion=said("a"), label=True)
+
+    rows = load([row("Hot?"), row(in_parts("Hot?"))], script=SCRIPTS[script])
+    assert rows[0].prompt == rows[1].prompt
+    for part in (dict(type="image"), dict(type="image", text=None, image="a.png")):
+        with bad_input("row 1: prompt has .*: expected only parts of type text"):
+            load([row([part])], script=SCRIPTS[script])
+
+
+CALLS = "{% if tools %}{{ tools | tojson }}{% endif %}{{ loud }}{% for m in messages %}<{{ m.role }}>" \
+        "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ m.content }}{% endfor %}" \
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+
+
+def calling(schema, arguments, options):
+    function = dict(name="f", arguments=arguments)
+    row = chat() | dict(tools=[dict(type="function", function=dict(name="f", parameters=schema))])
+    row["chosen"] = [dict(role="assistant", content="a", tool_calls=[dict(type="function", function=function)])]
+    return row | options
+
+
+TOOLS = [calling(dict(port=dict(enum=["Brest", None])), dict(port="Brest"), dict(chat_template_kwargs=None)),
+         calling(dict(width=dict(type="int")), dict(width="1\n\"m\""), dict(chat_template_kwargs=dict(loud="LOUD")))]
+
+
+def test_nulls_are_no_values_at_any_depth(load):
+    """But an item of a list is one, such as null in an enum."""
+    tokenizer = byte_level(chat_template=CALLS)
+    filled = json.loads(json.dumps(TOOLS[0]))
+    filled |= dict(id=None, chat_template_kwargs=dict(loud=None))
+    filled["tools"][0]["function"] |= dict(strict=None)
+    filled["tools"][0]["function"]["parameters"] |= dict(width=None)
+    filled["chosen"][0]["tool_calls"][0]["function"]["arguments"] |= dict(width=None)
+    filled["prompt"][0] |= dict(tool_calls=None)
+    as_string = TOOLS[0] | dict(tools=json.dumps(TOOLS[0]["tools"]))
+    rows = [load([row], tokenizer, chat_template_kwargs=dict(loud="!"))[0] for row in (TOOLS[0], filled, as_string)]
+    assert rows[0] == rows[1] == rows[2]
+    prompt, chosen, _ = decode(rows[0], tokenizer)
+    assert '"enum": ["Brest", null]' in prompt and "]!<user>" in prompt and '{"port": "Brest"}' in chosen
+
+
+@parametrize("script", SCRIPTS)
+def test_strings_beside_a_template_are_reported(load, capsys, script):
+    for row, tokenizer, is_reported in (
+            (TEXT, TOKENIZER, True), (TEXT, byte_level(), False), (CHATS[0], TOKENIZER, False)):
+        load([row], tokenizer, SCRIPTS[script])
+        assert ("; 1 strings, without the chat template" in capsys.readouterr().out) == is_reported
 
 
 # --- The boundary between prompt and answer
 
 @parametrize("ends", [("s warm.", "s bad."), ("s warm.", ", bad."), (", warm.", "s bad.")])
-def test_token_across_the_boundary_moves_to_both_answers(load, ends):
+def test_token_across_the_boundary_moves_to_both_answers_and_is_counted(load, capsys, ends):
     """Also if it spans the end of the prompt in one of them: a pair has one prompt."""
     row, = load([dict(prompt="The tea wa", chosen=ends[0], rejected=ends[1])])
     assert row.prompt == tuple(TOKENIZER("The tea").input_ids)
     for answer, end in zip((row.chosen, row.rejected), ends):
         assert row.prompt + answer == tuple(TOKENIZER(f"The tea wa{end}{END}", add_special_tokens=False).input_ids)
+    assert "; 1 whose prompt ends early" in capsys.readouterr().out
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
@@ -175,7 +204,7 @@ def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, t
     prompt = BRIEF + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
     pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt, s also in </s>
     rows = load([pair, pair | dict(chosen=said(" Warm. "))], tokenizer)
-    assert ("; 4 answers whose prompt the template changes" in capsys.readouterr().out) == differs
+    assert ("; 2 whose prompt ends early" in capsys.readouterr().out) == differs
 
     sampled, = load([pair], tokenizer, rloo)
     assert {row.whole_prompt for row in rows} == {sampled.prompt}
@@ -186,14 +215,17 @@ def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, t
         assert (row.prompt == sampled.prompt) != differs and sampled.prompt[:len(row.prompt)] == row.prompt
 
 
-def test_columns_of_an_answer_are_trained_or_counted_as_lost(load, capsys):
-    thought = [said("a")[0] | dict(reasoning_content="Hm.")]
-    rows = [chat(), dict(chat(), chosen=thought), dict(chat(), rejected=thought)]
-    load(rows, byte_level(chat_template=PLAIN))
-    assert "3 of 3 rows; 2 answers with columns that the template ignores\n" in capsys.readouterr().out
-    tokenizer = byte_level(chat_template=PLAIN.replace("m.role }}>", "m.role }}>{{ m.reasoning_content }}"))
-    assert decode(load(rows, tokenizer)[1], tokenizer) == ["<user>q<assistant>", "Hm.a", "b"]
-    assert "ignores" not in capsys.readouterr().out
+@parametrize("template, row, lost", [
+    (PLAIN, chat(), False),
+    (CHATML, chat(" q ", "a\n", 'a "b"'), False),
+    (CALLS, TOOLS[1], False),
+    (PLAIN, TOOLS[1], True),
+    (PLAIN, chat() | dict(chosen=[said("a")[0] | dict(reasoning_content="Hm.")]), True),
+    (R1, chat(chosen="<think>Hm.</think>a"), True),
+    (CHATML.replace("messages", "messages if m.role != 'human'"), chat() | dict(prompt=said("Q?", "human")), True)])
+def test_text_that_the_template_drops_is_counted(load, capsys, template, row, lost):
+    load([row, row], byte_level(chat_template=template))
+    assert ("2 with text that the template drops" in capsys.readouterr().out) == lost
 
 
 @parametrize("beginning, tokenizer", [
@@ -211,7 +243,7 @@ def test_rows_are_divided_by_whole_prompts(load, tmp_path):
             for i in range(40) for end in ("s", ",")]
     loaded = load(rows, script=kto)
     assert len({row.prompt for row in loaded}) == 80
-    train_rows, held_out = kto.load_data(TOKENIZER, kto.Args(data=f"{tmp_path}/rows.jsonl"))
+    train_rows, held_out = kto.load_data(TOKENIZER, kto.Args(model=tiny(), data=f"{tmp_path}/rows.jsonl"))
     train_prompts, held_out_prompts = ({row.whole_prompt for row in some} for some in (train_rows, held_out))
     assert len(held_out_prompts) == 4 and len(train_prompts) == 36 and not train_prompts & held_out_prompts
     for row in kto.draw_others(loaded, loaded, kto.Args()):
@@ -229,29 +261,58 @@ def test_long_rows_are_dropped_and_counted(load, capsys):
     assert len(load(rows, max_length=limit - 1)) == 18
 
 
-@parametrize("good, bad, script", [
-    (TEXT, dict(prompt=""), dpo), (TEXT, dict(chosen=" \n"), dpo), (TEXT, dict(rejected=None), dpo),
-    (NO_PROMPT, dict(chosen="x"), dpo), (RATED, dict(completion=None), kto), (RATED, dict(prompt=None), rloo)])
-def test_rows_that_teach_nothing_are_dropped(load, capsys, good, bad, script):
+@parametrize("good, bad, script, words", [
+    (TEXT, dict(prompt=""), dpo, "an empty"), (TEXT, dict(chosen=" \n"), dpo, "an empty"),
+    (TEXT, dict(rejected=None), dpo, "an empty"), (CHATS[0], dict(chosen=None), dpo, "an empty"),
+    (CHATS[0], dict(rejected=said(" ")), dpo, "an empty"), (CHATS[0], dict(prompt=None), dpo, "an empty"),
+    (TEXT, dict(chosen=TEXT["rejected"] + END), dpo, "equal answers"), (CHATS[0], dict(chosen=REJECTED), kto, "equal"),
+    (RATED, dict(completion=None), kto, "an empty"), (RATED, dict(prompt=None), rloo, "an empty")])
+def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, good, bad, script, words):
     bad = good | bad
-    assert len(load([good, bad, good, bad], script=script)) == 2
-    assert re.search("2 of 4 rows;.* 2 dropped: (an )?empty", capsys.readouterr().out)
+    n_rows = len(load([good, bad, good, bad], script=script))
+    assert n_rows == len(load([good, good], script=script))
+    assert re.search(f"of 4 rows;.* 2 dropped: {words}", capsys.readouterr().out)
     with bad_input("rows.jsonl: too few rows"):
-        load([good, bad, bad], script=script)
+        load([good, bad, bad, bad, bad, bad], script=script)
 
 
 # --- Rows that are refused
 
-@parametrize("bad, words", [
-    (dict(TEXT, chosen=5), "int.*5"), (dict(prompt="p", chosen="a"), "KeyError.'rejected'"),
-    (dict(TEXT, chosen=[{"from": "gpt", "value": "a"}]), "from.*value"), ('{"prompt": ', "JSONDecodeError"),
-    (dict(TEXT, chosen=json.dumps(said("a"))), "messages written as a string"),
-    (dict(TEXT, prompt=str(said("q"))), "messages written as a string"), (dict(TEXT, chosen=said("a")), "")],
-    ids=count())
-def test_unreadable_rows_are_refused_by_number_in_a_short_sentence(load, bad, words):
-    with bad_input(rf"rows.jsonl, row 2: .*{words}") as error:
-        load([TEXT, "", bad, TEXT, TEXT])
-    assert len(str(error.value)) < 1000 and error.value.__cause__
+@parametrize("script, bad, words", [
+    ("dpo", dict(question="q", good="a"), "has no column 'chosen': it has question, good"),
+    ("kto", dict(prompt="q", good="a"), "has no column 'completion': it has prompt, good"),
+    ("kto", dict(prompt="q", completion="a"), "label is None: expected true, false, 1 or 0"),
+    ("rloo", dict(question="q"), "has no column 'prompt': it has question"),
+    ("dpo", dict(chosen=" a b", rejected=" a c"), "strings need a column 'prompt'.*prepare_chat.py --strings"),
+    ("kto", dict(completion=said("a"), label=1), "has no column 'prompt'.*prepare_chat.py"),
+    ("dpo", dict(TEXT, chosen=5), "chosen is 5: expected a string, or a list of messages with a role"),
+    ("kto", dict(RATED, completion=said("a")[0]), "completion is {.*}: expected a string, or a list of messages"),
+    ("rloo", dict(prompt=["q"]), "prompt is ..q..: expected a string, or a list of messages"),
+    ("dpo", dict(TEXT, chosen=[{"from": "gpt"}]), "chosen is .{'from': 'gpt'}.: expected a string, or a list"),
+    ("kto", dict(RATED, label="yes"), "label is 'yes': expected true, false, 1 or 0"),
+    ("rloo", '{"prompt": ', "Expecting value")])
+def test_unreadable_rows_are_refused_by_number_in_a_short_sentence(load, script, bad, words):
+    good = TEXT | RATED
+    if script == "kto":
+        good = RATED
+    with bad_input(f"rows.jsonl, row 2: {words}") as error:
+        load([good, "", bad, good, good], script=SCRIPTS[script])
+    assert len(str(error.value)) < 300
+
+
+def test_what_the_tokenizer_lacks_is_named(load):
+    with bad_input("row 1: .*chat_template is not set"):
+        load(CHATS, byte_level())
+    with bad_input("row 1: strings need an EOS token"):
+        load([TEXT], byte_level(eos_token=None))
+
+
+def test_rewards_of_the_data_are_read_for_rpo_only(load):
+    rated = TEXT | dict(chosen_reward=2, rejected_reward=-0.5)
+    assert load([rated])[0].rewards == (0.0, 0.0)
+    assert load([rated], loss=("sft", "rpo_sq"))[0].rewards == (2.0, -0.5)
+    with bad_input("needs numbers in chosen_reward and rejected_reward"):
+        load([rated, TEXT | dict(chosen_reward=1)], loss=("rpo_sq",))
 
 
 def test_answers_of_another_role_are_refused(load):
@@ -266,9 +327,6 @@ def test_labels(load):
     labels = [True, 1, 1.0, "1", "true", "True", False, 0, 0.0, "0", "false", "False"]
     rows = load([dict(row, label=label) for label in labels], script=kto)
     assert [row.is_desirable for row in rows] == [True] * 6 + [False] * 6
-    for bad in (row, dict(row, label=2), dict(row, label="good")):
-        with bad_input("rows.jsonl, row 1: KeyError"):
-            load([bad], script=kto)
 
 
 def test_rows_of_a_pair_do_not_depend_on_each_other(load):
@@ -307,12 +365,13 @@ def test_every_format_gives_the_same_rows(load, tmp_path, monkeypatch, name):
         datasets = pytest.importorskip("datasets")
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
         datasets.disable_progress_bars()
-    for i, rows in enumerate((ROWS, *[CHATS] * ("csv" not in name))):
+    tokenizer = byte_level(chat_template=CALLS)
+    for i, rows in enumerate((ROWS, *[CHATS, TOOLS] * ("csv" not in name))):
         path = tmp_path / f"{i}{name}"
         path.write_bytes(content_of(name, rows))
-        loaded = load(path, score="FILE:FUNCTION")
-        assert [row[:3] for row in loaded] == [row[:3] for row in load(rows)]
-        assert [row.columns for row in loaded] == rows
+        loaded = load(path, tokenizer, score="FILE:FUNCTION")
+        assert [row[:3] for row in loaded] == [row[:3] for row in load(rows, tokenizer)]
+        assert rows is TOOLS or [row.columns for row in loaded] == rows
 
 
 def test_hub_data_is_loaded_by_name_configuration_and_split(load, monkeypatch):
@@ -335,3 +394,64 @@ def test_ids_are_shared_objects_and_columns_are_kept_only_for_score(load):
     numbers = {id(number): number for row in (first, second) for ids in row[:3] for number in ids}
     assert len(numbers) == len(set(numbers.values())) and first.columns == {}
     assert load(CHATS[:1], score="FILE:FUNCTION")[0].columns["chosen"] == CHOSEN
+
+
+def test_rows_keep_their_order_over_several_batches(load):
+    rows = [dict(TEXT, prompt=f"Tea {i}", chosen=" warm" * (i % 3 + 1)) for i in range(800)]
+    for script in (dpo, rloo):
+        loaded = load(rows, script=script)
+        assert [TOKENIZER.decode(row.prompt) for row in loaded] == [row["prompt"] for row in rows]
+    assert decode(load(rows)[-1])[1] == rows[-1]["chosen"] + END
+
+
+@parametrize("has_prompt", [True, False])
+def test_prepare_chat_divides_dialogues_into_strings(load, tmp_path, has_prompt):
+    begin = "\n\nHuman: Hot?\n\nAssistant: Yes.\n\nHuman: Good?\n\nAssistant:"
+    pair = dict(chosen=" Only warm.", rejected=" Oh.")
+    row = dict(prompt=begin, **pair) if has_prompt else {name: begin + text for name, text in pair.items()}
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode() + b"\n")
+    prepare_chat.main(f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl", change=prepare_chat.divide)
+    assert decode(load(tmp_path / "b.jsonl")[0]) == [begin, pair["chosen"] + END, pair["rejected"] + END]
+    prepare_chat.main(f"{tmp_path}/a.jsonl", f"{tmp_path}/c.jsonl")
+    assert json.loads((tmp_path / "c.jsonl").read_text())["chosen"] == said("Only warm.")
+
+
+# --- Held-out rows, and paths
+
+@parametrize("script", SCRIPTS)
+def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, capsys, script):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, CHATS)))
+    args = SCRIPTS[script].Args(model=tiny(), data=f"{path}", eval_data=f"{path}")
+    SCRIPTS[script].load_data(TOKENIZER, args)
+    n = 24 if script == "kto" else 12
+    assert f"{n} held out ({n} with a prompt of the former)" in capsys.readouterr().out
+    args.eval_data = None
+    SCRIPTS[script].load_data(TOKENIZER, args)
+    assert "(0 with a prompt of the former)" in capsys.readouterr().out
+
+
+@parametrize("script", [dpo, kto])
+def test_tokens_that_the_model_lacks_are_refused(tmp_path, script):
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
+    folder = save(build("llama", TINY | dict(vocab_size=300)), "few_tokens")
+    with bad_input("few_tokens has no embedding for token"):
+        script.load_data(TOKENIZER, script.Args(model=folder, data=f"{tmp_path}/rows.jsonl"))
+
+
+@parametrize("script", SCRIPTS)
+def test_a_path_to_nothing_is_refused_at_once(tmp_path, monkeypatch, script):
+    find_path = SCRIPTS[script].find_path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.jsonl").touch()
+    for name in ("a.jsonl", "./a.jsonl", "~/a.jsonl", f"{tmp_path}/a.jsonl"):
+        assert find_path(name) == f"{tmp_path}/a.jsonl"
+    for name in ("Qwen/Qwen2.5-0.5B", "some/data:en:test", "some/data:train[5:9]", "gpt2"):
+        assert find_path(name) == name
+    for name in ("/no/model", "./model", "../model", "~/model", "rows.json"):
+        with bad_input(f"{name} does not exist"):
+            find_path(name)
+    (tmp_path / "a.jsonl.gz").touch()
+    with bad_input("a.jsonl.gz: expected a file that ends with .jsonl, .json, .csv, .parquet"):
+        list(SCRIPTS[script].read_rows("a.jsonl.gz"))

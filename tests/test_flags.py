@@ -1,6 +1,7 @@
 """What flags may say, what they are when they are not given, and what a user's own functions may return."""
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,16 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import bad_input, build, parametrize
-from runs import EACH, SCRIPTS, TIED, TINY, TOKENIZER, arguments, load, read, save
+from runs import EACH, ROOT, SCRIPTS, TIED, TINY, TOKENIZER, arguments, load, read, save, tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import dpo
 from refcache import full_tensor
 
-BAD = {  # of every script
-    "lr": -1e-6, "warmup": -0.1, "epochs": 0.0, "steps": -2, "batch_size": 0, "lora_r": 0,
-    "lora_alpha": 0.0, "beta": -0.1, "max_new_tokens": 0, "seed": -1, "weight_decay": math.nan}
+BAD = [  # of every script
+    ("lr", 0.0), ("lr", math.nan), ("warmup", -0.1), ("epochs", 0.0), ("steps", -2), ("lora_r", 0), ("beta", -0.1),
+    ("max_grad_norm", -1.0)]
 
 
 def resolve(script, **flags):
@@ -27,10 +28,9 @@ def resolve(script, **flags):
 # --- Values
 
 @parametrize("script, flag, value", [
-    *((script, *bad) for script in SCRIPTS for bad in BAD.items()),
-    ("dpo", "beta", 0.0), ("dpo", "label_smoothing", math.nan), ("kto", "beta", 0.0),
-    ("kto", "undesirable_weight", -1.0),
-    ("rloo", "k", 1), ("rloo", "temperature", 0.0), ("rloo", "updates_per_rollout", 0)])
+    *((script, *bad) for script in SCRIPTS for bad in BAD),
+    ("dpo", "beta", 0.0), ("dpo", "label_smoothing", 0.5), ("dpo", "label_smoothing", math.nan), ("kto", "beta", 0.0),
+    ("dpo", "ref", "swop"), ("rloo", "k", 1), ("rloo", "temperature", 0.0), ("rloo", "updates_per_rollout", 0)])
 def test_values_that_no_run_can_have_are_refused(script, flag, value):
     with bad_input(rf"--{flag}\b"):
         resolve(script, **{flag: value})
@@ -38,9 +38,44 @@ def test_values_that_no_run_can_have_are_refused(script, flag, value):
 
 @EACH
 def test_smallest_values_are_accepted(script):
-    flags = dict(steps=-1, lr=0.0, warmup=0.0, batch_size=1, lora_r=1, max_grad_norm=0.0, eval_size=0)
+    flags = dict(steps=-1, lr=1e-30, warmup=0.0, batch_size=1, lora_r=1, max_grad_norm=0.0, eval_size=0)
     flags |= dict(k=2, beta=0.0, max_new_tokens=1) if script == "rloo" else {}
     assert vars(resolve(script, **flags)).items() >= flags.items()
+
+
+@EACH
+def test_swap_of_another_model_is_refused(script):
+    with bad_input("--ref swap holds the policy's own start: with --ref_model choose"):
+        resolve(script, ref="swap", ref_model=ROOT / "demo/model")
+
+
+@EACH
+def test_warmup_longer_than_the_run_is_refused(script):
+    with bad_input("--warmup 3: the run has only 2 steps"):
+        SCRIPTS[script].learning_rate(1, 2, arguments(script, warmup=3))
+
+
+@EACH
+def test_paths_are_absolute(script, monkeypatch, tmp_path):
+    """A user's function may change the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("model", "more.jsonl", "score.py"):
+        shutil.copytree(tiny(), name) if name == "model" else Path(name).touch()
+    flags = dict(model="model", data="~/more.jsonl", eval_data="more.jsonl", out="run")
+    flags |= dict(reward=("score.py:f",)) if script == "rloo" else dict(ref_cache="~/c.pkl", score="score.py:f")
+    args = resolve(script, **flags)
+    assert args.ref_model == args.model
+    for flag, value in flags.items():
+        value = value[0] if flag == "reward" else value
+        assert str(vars(args)[flag]).strip("(),'") == f"{tmp_path}/{value.removeprefix('~/')}"
+
+
+@EACH
+@parametrize("flag", ["model", "data", "eval_data", "ref_model"])
+def test_paths_to_nothing_are_refused_before_the_hub_is_asked(script, flag):
+    with bad_input(f"--{flag} ./nothing does not exist"):
+        resolve(script, **{flag: "./nothing"})
 
 
 @parametrize("flags, words", [
@@ -55,11 +90,12 @@ def test_flags_that_contradict_each_other_are_refused(flags, words):
 @EACH
 def test_folder_without_out_goes_on_or_is_the_next(script, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    for folder in (f"out/{script}", f"out/{script}-2", f"out/{script}-3"):
-        assert resolve(script, out=None).out == folder
-        Path(folder).mkdir(parents=True)
-        assert resolve(script, out=None).out == folder
-        Path(folder, "model").mkdir()
+    for name in (script, f"{script}-2", f"{script}-3"):
+        folder = tmp_path / "out" / name
+        assert resolve(script, out=None).out == str(folder)
+        folder.mkdir(parents=True)
+        assert resolve(script, out=None).out == str(folder)
+        (folder / "model").mkdir()
 
 
 # --- A user's own functions
@@ -75,6 +111,24 @@ def test_function_that_changes_the_working_directory_does_not_move_the_run(scrip
     SCRIPTS[script].main(arguments(script, out="out", steps=1, save_every=1, max_new_tokens=2, **where))
     assert Path.cwd() == elsewhere and (tmp_path / "out/model/config.json").exists()
     assert [line["step"] for line in read(tmp_path / "out/metrics.jsonl")] == [0, 1]
+
+
+@EACH
+def test_functions_of_a_user_may_start_a_process_pool(script, tmp_path):
+    (tmp_path / "pooled.py").write_text("""
+from concurrent.futures import ProcessPoolExecutor
+
+def check(completion):
+    return len(str(completion)) / 100
+
+def rate(completions, **columns):
+    with ProcessPoolExecutor(1) as pool:
+        return list(pool.map(check, completions))
+""")
+    spec = f"{tmp_path}/pooled.py:rate"
+    where = dict(reward=(spec,)) if script == "rloo" else dict(score=spec, samples=2)
+    first, _ = SCRIPTS[script].main(arguments(script, steps=1, max_new_tokens=2, **where))
+    assert first["eval_reward" if script == "rloo" else "eval_score"] > 0
 
 
 # --- Weights & Biases

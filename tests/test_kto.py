@@ -87,7 +87,7 @@ def test_z_is_the_mean_over_the_whole_batch():
     draw = np.random.default_rng(0).integers
     rows = [make_row(tuple(draw(3, 97, 3 + i % 4)), (5, 2), other=tuple(draw(3, 97, 2 + i % 5))) for i in range(12)]
     known = ReferenceCache()
-    known.compute(reference, kto.groups(kto.with_others(rows)))
+    known.compute(reference, kto.groups_of(kto.with_others(rows)))
     others = [(row.prompt, row.other) for row in rows]
     ratios = [(y - ref).sum().item() for y, ref in zip(logps(policy, others), logps(reference, others))]
     order = np.argsort(ratios)

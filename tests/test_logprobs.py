@@ -174,6 +174,13 @@ def test_layers_that_do_not_get_the_spans_share_nothing(monkeypatch, capsys):
     assert "not all layers" in capsys.readouterr().out
 
 
+def test_a_decoder_that_transformers_does_not_find_is_found(monkeypatch):
+    """In Llama 4 and Mllama get_decoder() returns the whole model."""
+    model = make("llama")
+    monkeypatch.setattr(model, "get_decoder", lambda: model)
+    assert_exact(model)
+
+
 @parametrize("keyword", ["softcap", "s_aux", "position_bias"])
 def test_other_scores_get_padded_rows(monkeypatch, capsys, keyword):
     use_attention(monkeypatch, lambda shared, *args, **kwargs: shared(*args, **kwargs, **{keyword: torch.ones(1)}))

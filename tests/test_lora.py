@@ -60,8 +60,7 @@ def test_sft_adapter_trains_and_is_saved(config, tmp_path):
 
 
 @parametrize("flags, r, alpha, n", [
-    (dict(lora_r=4), 4, 8, 7), (dict(lora_r=2, lora_alpha=3.0, lora_target=("q_proj", "v_proj", "typo")), 2, 3, 2),
-    (dict(lora_r=4, lora_target=("q_proj,v_proj",)), 4, 8, 2)])
+    (dict(lora_r=4), 4, 8, 7), (dict(lora_r=2, lora_alpha=3.0, lora_target=("q_proj", "v_proj", "typo")), 2, 3, 2)])
 def test_rank_alpha_and_target_are_those_of_the_flags(flags, r, alpha, n, capsys):
     config = load(trains=True, **flags).peft_config["default"]
     names = capsys.readouterr().out.split("LoRA in ")[1].split("\n")[0]
@@ -70,7 +69,7 @@ def test_rank_alpha_and_target_are_those_of_the_flags(flags, r, alpha, n, capsys
 
 def test_a_new_adapter_depends_on_the_seed_only(run):
     """Not on random numbers that were drawn before."""
-    flags = LORA | dict(ref="swap", steps=1, lr=0.0)
+    flags = LORA | dict(ref="swap", steps=1, lr=1e-30)
     torch.manual_seed(11)
     one = run(**flags)
     torch.manual_seed(12)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from models import GROUPS, MODELS, ROUNDING, bad_input, build, flat, logps, parametrize, slow_but
 from runs import (  # noqa: F401
-    LORA, SCRIPTS, TIED, TOKENIZER, adapt, load, logprobs, needs_peft, run, same, save, tiny)
+    LORA, SCRIPTS, TIED, TOKENIZER, load, needs_peft, run, same, save, tiny)
 from torch.distributed.tensor import DTensor
 
 import kto
@@ -46,7 +46,7 @@ def test_bfloat16_policy_rounds_like_its_reference(name):
     cache = ReferenceCache()
     cache.fill(lambda: reference, groups)
 
-    for place in (cache, Swap(policy, reference), nullcontext(reference)):
+    for place in (cache, Swap(policy), nullcontext(reference)):
         ratios = flat(log_ratios(completion_logprobs(policy, groups), groups, reference_logprobs(place, groups)))
         assert ratios.dtype == torch.float32 and not ratios.any()
     ratios.sum().backward()
@@ -59,16 +59,6 @@ def test_frozen_base_of_an_adapter_is_not_copied():
     for name, weight in policy.named_parameters():
         assert isinstance(weight, DTensor) == weight.requires_grad == ("lora_" in name)
         assert weight.dtype == (torch.float32 if weight.requires_grad else torch.bfloat16)
-
-
-@needs_peft
-def test_swap_of_an_adapter_is_refused_or_exact():
-    policy = load(adapt("sft"), trains=True)
-    with bad_input("policy in .*scaling"):
-        Swap(policy, load(adapt("scaled", lora_alpha=32)))
-    reference = load(adapt("of another base", seed=1, base=tiny(1)))
-    known = reference_logprobs(Swap(policy, reference), GROUPS)
-    assert {key: known[key].tolist() for key in known} == logprobs(reference)
 
 
 def test_a_reference_with_another_tokenizer_is_refused(tmp_path):
@@ -140,7 +130,7 @@ OTHER = dict(ref_model=tiny(1), lr=1e-3, seed=3)  # z is positive
 def test_run_equals_a_slow_loop(run, script, changes):
     begin = tiny()
     if "lora_r" in changes:  # a new adapter is random, and the same in every run
-        begin = run(**LORA | dict(ref="swap", steps=1, lr=0.0)).model
+        begin = run(**LORA | dict(ref="swap", steps=1, lr=1e-30)).model
     ended = run(script, **changes)
     *expected, policy = slow_run(script, ended.args, begin)
     history = [*ended.history[1:], ended.history[-1]]  # the last line has also the evaluation

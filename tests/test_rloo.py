@@ -1,6 +1,8 @@
 """rloo.py: advantages and gradients by hand, rewards, training against a slow loop of two models, samples."""
 import asyncio
 import math
+import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -34,7 +36,11 @@ def silent(completions, **columns):
     return [None] * len(completions)
 
 def infinite(completions, **columns):
-    return [1.0, float("-inf")] + [0.0] * (len(completions) - 2)
+    return [float("-inf")] * len(completions)
+
+def silent_at_step_2(completions, calls=[], **columns):
+    calls.append(len(completions))
+    return [None] * len(completions) if calls.count(16) == 2 else vowels(completions)
 """
 
 
@@ -59,8 +65,8 @@ def rolled():
         args = arguments("rloo", **FLAGS | dict(changes))
         drawn = []
 
-        def spy(*inputs):
-            drawn.append(rollout(*inputs))
+        def spy(*inputs, **options):
+            drawn.append(rollout(*inputs, **options))
             return drawn[-1]
 
         with pytest.MonkeyPatch.context() as patch:
@@ -78,6 +84,13 @@ def test_advantages_by_hand():
     rewards = tensor([[10.0, 20.0, 60.0, NAN], [3.0, 3.0, 3.0, 3.0], [NAN, 5.0, NAN, NAN], [NAN] * 4, [NAN, 1, 4, NAN]])
     expected = [[-30, -15, 45, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, -3, 3, 0]]
     assert leave_one_out(rewards).tolist() == expected
+
+
+def test_equal_rewards_have_advantages_of_exactly_0():
+    rewards = torch.rand(100, 1).expand(-1, 7).clone()
+    rewards[:, 2] = NAN
+    assert not leave_one_out(rewards).any()
+    assert rloo.all_rewards_equal(tensor([[0.1, 0.1, NAN], [NAN] * 3, [0.1, 0.2, 0.1]])).tolist() == [True, True, False]
 
 
 def test_policy_loss_and_gradient_by_hand():
@@ -103,8 +116,9 @@ def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
 
 
 def test_rewards_are_weighted():
+    """Also those of a coroutine, and a generator."""
     async def later(**columns):
-        return [10, 20.0, None, None]
+        return (reward for reward in (10, 20.0, None, None))
 
     total, means = score((lambda **columns: tensor([1.0, NAN, NAN, 4]), 2.0), (later, 0.5))
     assert total.nan_to_num(-1).tolist() == [[7, 10], [-1, 8]]
@@ -118,9 +132,42 @@ def test_coroutines_share_an_event_loop():
         loops.add(asyncio.get_running_loop())
         return [1.0] * 4
 
-    for _ in range(2):
-        score((judge, 1.0))
+    async def notebook():
+        return score((judge, 1.0))
+
+    score((judge, 1.0))
+    asyncio.run(notebook())
     assert len(loops) == 1
+
+
+def functions_of(*specs):
+    return [function for _, function, _ in rloo.load_rewards("cpu", Args(reward=specs))]
+
+
+def test_process_pool_finds_the_functions_of_reward_files(tmp_path):
+    """Two of one file, and one of another file with its name."""
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "rules.py").write_text(f"def f(x):\n    return x + '{folder}'\n\ndef g(x):\n    return x")
+    functions = functions_of(*(f"{tmp_path}/{name}" for name in ("one/rules.py:f", "one/rules.py:g", "two/rules.py:f")))
+    with ProcessPoolExecutor(1) as pool:
+        assert [pool.submit(function, "x").result() for function in functions] == ["xone", "x", "xtwo"]
+
+
+def test_reward_file_is_read_anew_and_replaces_no_module(tmp_path):
+    """Neither an installed module of its name, nor one that is loaded, such as json."""
+    for name in ("json", "antigravity"):
+        for value in (1, 2):
+            (tmp_path / f"{name}.py").write_text(f"def f():\n    return {value}")
+            function, = functions_of(f"{tmp_path}/{name}.py:f")
+            assert function() == value
+    assert sys.modules["json"].dumps
+
+
+def test_reward_is_tried_before_the_policy_is_loaded(monkeypatch):
+    monkeypatch.setattr(rloo, "load_model", None)
+    with bad_input("infinite returned an infinite reward"):
+        main(arguments("rloo", **FLAGS | dict(reward=(f"{FILE}:infinite",))))
 
 
 def test_columns_come_once_per_sample():
@@ -148,12 +195,17 @@ def test_constant_rewards_change_nothing(rolled):
     assert distance(still, SimpleNamespace(weights=weights_of(MODEL))) == 0
 
 
+def test_step_without_any_reward_trains_nothing(rolled):
+    """Neither does Adam's momentum."""
+    one, two = (rolled(reward=(f"{FILE}:silent_at_step_2",), steps=steps, schedule="constant") for steps in (1, 2))
+    assert [values["frac_reward_none"] for values in two.history[1:]] == [0, 1]
+    assert math.isnan(two.history[2]["reward"]) and distance(one, two) == 0 < one.history[1]["grad_norm"]
+
+
 @parametrize("changes, words", [
     (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 1.0)), "--reward_weights"),
-    (dict(max_new_tokens=256), "too few rows"),
-    (dict(reward=(f"{FILE}:infinite",)), "rewards are infinite, or all None"),
-    (dict(reward=(f"{FILE}:silent",)), "rewards are infinite, or all None")])
-def test_misuse_and_bad_rewards_are_refused(changes, words):
+    (dict(max_new_tokens=256), "too few rows")])
+def test_misuse_is_refused(changes, words):
     with bad_input(words):
         main(arguments("rloo", **FLAGS | changes))
 
@@ -197,13 +249,6 @@ def test_reward_model_sees_no_end_that_was_cut_off(tmp_path, monkeypatch):
         judge([prompt] * 2, [answer] * 2, [True, False])
         ended, cut = sorted((TOKENIZER.decode(ids[ids > 0]) for ids in seen[-2:]), key=len, reverse=True)
         assert ended.strip() == cut + "<|end|>" and cut.endswith(begin + "you")
-
-
-def test_reward_model_is_pinned(tmp_path, monkeypatch):
-    pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor.clone())
-    load_reward_model(classifier(tmp_path), "cuda", Args())
-    assert len(pinned) > 9
 
 
 def test_bad_reward_models_are_refused(tmp_path):
@@ -292,15 +337,16 @@ def test_metrics_by_hand():
     mask = tensor([[[1, 1, 1], [1, 0, 0]]] * 4)
     ended = tensor([[True, False], [True, True]] * 2)
     samples = Samples(None, texts, mask, ended, None, entropy=torch.full((4, 2), 3.0))
-    assert rloo.metrics(samples, tensor([[1.0, NAN], [2.0, 2.0], [NAN, NAN], [1.0, 3.0]])) == pytest.approx({
-        "reward": 1.8, "reward_std": np.std([1, 2, 2, 1, 3], ddof=1),
-        "samples/distinct": 4, "completions/mean_length": 2, "completions/clipped_ratio": 0.25, "entropy": 1.5})
-    assert rloo.metrics(samples, tensor([[2.0]]))["reward_std"] == 0
+    rewards, logps = tensor([[1.0, NAN], [2.0, 2.0], [NAN, NAN], [1.0, 3.0]]), -0.25 * mask
+    assert rloo.metrics(samples, rewards, logps, 2 * logps, Args()) == pytest.approx({
+        "reward": 1.8, "reward_std": np.std([1, 2, 2, 1, 3], ddof=1), "frac_reward_none": 3 / 8, "samples/distinct": 4,
+        "completions/mean_length": 2, "completions/clipped_ratio": 0.25, "entropy": 1.5, "kl": 0.25})
+    assert rloo.metrics(samples, tensor([[2.0]]), logps, logps, Args())["reward_std"] == 0
 
 
 def test_sampling_logp_difference(monkeypatch):
-    def another_sampler(*inputs):
-        samples = rollout(*inputs)
+    def another_sampler(*inputs, **options):
+        samples = rollout(*inputs, **options)
         samples.logps[0, 0, 0] += 0.02
         return samples
 

@@ -38,7 +38,7 @@ def flags(**changes):
 
 
 def roll(model, args, prompts=PROMPTS, k=4, step=1):
-    return rollout(model, TOKENIZER, prompts, k, step, args)
+    return rollout(model, TOKENIZER, prompts, k=k, step=step, args=args)
 
 
 @torch.no_grad()
@@ -116,15 +116,30 @@ def test_rows_that_leave_early_change_no_other_row(name, monkeypatch):
     assert len({len(y) for _, ys in short.groups for y in ys}) > 4
 
 
-def test_rollout_tokens_bounds_every_batch(monkeypatch):
-    places = []
+@parametrize("name", ["llama", "gpt2"])
+def test_one_row_per_prompt_gives_the_samples_of_copies(name, monkeypatch):
+    """Also where samples end at different lengths."""
+    model = model_of(name)
+    model.generation_config.eos_token_id = [*range(2, 9)]
+    assert rloo.copies_of_prompts(model, PROMPTS, 4, flags()) == 1
+    once = roll(model, flags())
+    monkeypatch.setattr(rloo, "copies_of_prompts", lambda core, prompts, k, args: k)
+    copies = roll(model, flags())
+    assert once.groups == copies.groups and once.ended.any() and not once.ended.all()
+    torch.testing.assert_close(once.logps, copies.logps, atol=1e-4, rtol=0)
 
-    def spy(core, prompts, u, *rest, real=rloo.sample_batch):
-        places.append(u.shape[1] * len(prompts) * (max(map(len, prompts)) + u.shape[2]))
-        return real(core, prompts, u, *rest)
+
+@parametrize("name, n_copies", [("llama", 1), ("mistral-window-5", 4)])
+def test_rollout_tokens_bounds_the_columns_of_every_batch(name, n_copies, monkeypatch):
+    columns = []
+
+    def spy(core, prompts, u, stops, copies, *rest, real=rloo.sample_batch):
+        assert copies == n_copies
+        columns.append(len(prompts) * (copies * max(map(len, prompts)) + u.shape[1] * u.shape[2]))
+        return real(core, prompts, u, stops, copies, *rest)
     monkeypatch.setattr(rloo, "sample_batch", spy)
-    roll(model_of("llama"), flags(rollout_tokens=300), PROMPTS * 4)
-    assert max(places) <= 300 and len(places) < 16
+    roll(model_of(name), flags(rollout_tokens=300), PROMPTS * 4)
+    assert max(columns) <= 300 and len(columns) < 16
 
 
 @parametrize("dtype, factor", [("float32", 1.02), ("bfloat16", 1.5)])
