@@ -1,5 +1,5 @@
-"""The formulas of the patches of dpo.py as plain loops. A pair is w, l, ref_w, ref_l: log-probs of tokens, of the
-policy and of the reference; its row; and the policy. β is 0.3, label smoothing 0.1."""
+"""The formulas of the patches of dpo.py as plain loops. A pair is w, l, ref_w, ref_l: log-probs of tokens, of
+the policy and of the reference; and its row. β is 0.3, label smoothing 0.1."""
 from functools import cache
 
 import torch
@@ -72,5 +72,5 @@ def of_pairs(formula, reference):
     """The mean over pairs."""
     def slow_loss(policy, rows, *_):
         pairs = zip(logps_of(policy, rows), logps_of(reference, rows), rows)
-        return sum(formula(*mine, *theirs, row, policy) for mine, theirs, row in pairs) / len(rows)
+        return sum(formula(*mine, *theirs, row) for mine, theirs, row in pairs) / len(rows)
     return slow_loss

@@ -1,5 +1,6 @@
-"""The formulas of rloo.py's patches as plain loops. A sample y has y.logp, y.old, y.ref, y.sampler: log-probs of its
-tokens, and y.reward: NaN if it is left out. A batch is a list of prompts, which are lists of samples. β = 0.3."""
+"""The formulas of rloo.py's patches as plain loops. A sample y has y.logp, y.old, y.ref, y.sampler: log-probs
+of its tokens, and y.reward: NaN if it is left out. A batch is a list of prompts, which are lists of samples.
+β is 0.3."""
 from math import isnan
 from statistics import mean, stdev
 
@@ -8,7 +9,7 @@ from slow_losses import dpo_loss, ratio
 
 
 def advantages_of(prompt, has_std=True):
-    """Reward minus mean, over the standard deviation; 0 for samples without a reward, or where one alone has one."""
+    """Reward minus mean, over the standard deviation. 0 without a reward, and where no other has one."""
     known = [y.reward for y in prompt if not isnan(y.reward)]
     if len(known) < 2:
         return [0.0] * len(prompt)
@@ -37,13 +38,16 @@ def group_loss(loss_type, weight_of=lambda y: 1.0):
     def loss(batch):
         samples = sum(batch, [])
         n_tokens = sum(len(y.tokens) for y in samples if not isnan(y.reward))
-        n_of = {"dr_grpo": lambda y: 6 * len(samples), "dapo": lambda y: n_tokens, "cispo": lambda y: n_tokens}
         total = 0
         for prompt in batch:
             for y, advantage in zip(prompt, advantages_of(prompt, loss_type != "dr_grpo")):
                 k3 = torch.exp(y.ref - y.logp) - (y.ref - y.logp) - 1
                 gains = gain(loss_type, y, advantage) - 0.3 * k3
-                n = n_of.get(loss_type, lambda y: len(samples) * len(y.tokens))(y)
+                n = len(samples) * len(y.tokens)
+                if loss_type == "dr_grpo":
+                    n = len(samples) * 6  # max_new_tokens
+                if loss_type in ("dapo", "cispo"):
+                    n = n_tokens
                 if not isnan(y.reward):
                     total = total - gains.sum() / n * weight_of(y)
         return total
