@@ -50,16 +50,17 @@ def all_losses(w, l, ref_w, ref_l, *_):
 
 
 def assistant_turns(w, l, ref_w, ref_l, row, *_):
-    """DPO on the tokens of an assistant alone: the demo's template writes <|assistant|>..<|end|>."""
-    margin = 0.0
-    for sign, y, ref, tokens in ((1, w, ref_w, row.chosen), (-1, l, ref_l, row.rejected)):
-        is_assistant = True  # the prompt ends with <|assistant|>
+    """sigmoid_norm on an assistant's tokens: the demo's template writes <|assistant|>..<|end|>."""
+    means = []
+    for y, ref, tokens in ((w, ref_w, row.chosen), (l, ref_l, row.rejected)):
+        is_assistant, ratios = True, []  # the prompt ends with <|assistant|>
         for t, token in enumerate(TOKENIZER.convert_ids_to_tokens(tokens)):
             if is_assistant:
-                margin = margin + sign * 0.3 * (y[t] - ref[t])
+                ratios.append(y[t] - ref[t])
             if token in ("<|end|>", "<|assistant|>"):
                 is_assistant = token == "<|assistant|>"
-    return dpo_loss(margin)
+        means.append(sum(ratios) / len(ratios))
+    return dpo_loss(0.3 * (means[0] - means[1]))
 
 
 def logps_of(model, rows):

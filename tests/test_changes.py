@@ -237,7 +237,7 @@ OTHER_START = dict(model=tiny(1), ref_model=tiny())  # no log-ratio is 0
     ("orpo", orpo, {}),
     ("losses", all_losses, OTHER_START | dict(
         loss=tuple(LOSSES), loss_weights=tuple(range(1, len(LOSSES) + 1)), label_smoothing=0.1)),
-    ("multi_turn", assistant_turns, OTHER_START)])
+    ("multi_turn", assistant_turns, OTHER_START | dict(loss=("sigmoid_norm",)))])
 def test_loss_of_pairs(monkeypatch, tmp_path, name, formula, flags):
     if name == "multi_turn":
         flags |= dict(data=conversations(tmp_path), eval_data=None)
@@ -283,6 +283,12 @@ def test_multi_turn_never_trains_a_turn_that_the_template_rewrites(tmp_path, mon
         for tokens, mask, text in zip((row.chosen, row.rejected), row.trained, ("yes", "no")):
             trained = [token for token, is_trained in zip(tokens, mask) if is_trained]
             assert TOKENIZER.decode(trained) == f"thought {text}<|end|>"
+
+    template = template.replace("<|assistant|>", "<|assistant|>why ")  # answers do not begin with it
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    with bad_input("too few rows"):
+        module.load_rows(conversations(tmp_path), TOKENIZER, module.Args())
+    assert f"{len(rows)} dropped: no turn" in capsys.readouterr().out
 
 
 def test_multi_turn_trains_whole_answers_of_strings(tmp_path):

@@ -69,7 +69,7 @@ def test_loss_of_samples(monkeypatch, name, flags, formula):
 def test_equal_rewards_have_no_advantage(loss_type):
     """Adam would make a whole step of a rounding error."""
     args = SimpleNamespace(loss_type=loss_type)
-    advantages = changed("grpo").group_advantages(tensor([[0.1, 0.1, 0.1], [0.7, nan, nan]]), args)
+    advantages = changed("grpo").group_advantages(tensor([[0.9, 0.9, 0.9], [0.7, nan, nan]]), args)
     assert advantages.tolist() == [[0.0] * 3] * 2
 
 
