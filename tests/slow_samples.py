@@ -24,14 +24,11 @@ def clipped(r, advantage, high=0.2):
 def gain(loss_type, y, advantage):
     """What each token of a sample adds to the objective, without the KL term."""
     r = torch.exp(y.logp - y.old)
-    match loss_type:
-        case "gspo":
-            return clipped(torch.exp((y.logp - y.old).mean()), advantage).expand(len(y.tokens))
-        case "cispo":
-            return r.clamp(max=1.28).detach() * advantage * y.logp
-        case "dapo":
-            return clipped(r, advantage, high=0.28)
-    return clipped(r, advantage)
+    if loss_type == "gspo":
+        r = torch.exp((y.logp - y.old).mean()).expand(len(y.tokens))
+    if loss_type == "cispo":
+        return r.clamp(max=1.28).detach() * advantage * y.logp
+    return clipped(r, advantage, 0.28 if loss_type == "dapo" else 0.2)
 
 
 def group_loss(loss_type, weight_of=lambda y: 1.0):
@@ -56,13 +53,12 @@ def group_loss(loss_type, weight_of=lambda y: 1.0):
 
 def leave_one_out(prompt):
     """RLOO's advantages."""
-    known = [y.reward - 0.3 * sum(y.old - y.ref).item() for y in prompt if not isnan(y.reward)]
-    advantages = []
-    for y in prompt:
-        mine = y.reward - 0.3 * sum(y.old - y.ref).item()
-        baseline = (sum(known) - mine) / max(1, len(known) - 1)
-        advantages.append(0.0 if isnan(mine) or len(known) < 2 else mine - baseline)
-    return advantages
+    rewards = [y.reward - 0.3 * sum(y.old - y.ref).item() for y in prompt]
+    known = [reward for reward in rewards if not isnan(reward)]
+    if len(known) < 2:
+        return [0.0] * len(prompt)
+    scale = len(known) / (len(known) - 1)
+    return [0.0 if isnan(reward) else (reward - mean(known)) * scale for reward in rewards]
 
 
 def tis_weight(y):
@@ -86,13 +82,13 @@ def online_dpo(batch):
     return sum(losses) / len(batch)
 
 
-NO_VLLM, CAP = dict(vllm_memory=0.0), dict(vllm_memory=0.0, tis_cap=2.0)
+NO_VLLM, CAP, HIGH = dict(vllm_memory=0.0), dict(vllm_memory=0.0, tis_cap=2.0), dict(clip_eps_high=0.28)
 FORMULAS = [  # names of patches, flags, the loss of a batch
-    ("grpo", dict(loss_type="grpo"), group_loss("grpo")),
+    ("grpo", dict(), group_loss("grpo")),
     ("grpo", dict(loss_type="dr_grpo"), group_loss("dr_grpo")),
-    ("grpo", dict(loss_type="dapo", clip_eps_high=0.28), group_loss("dapo")),
+    ("grpo", HIGH | dict(loss_type="dapo"), group_loss("dapo")),
     ("grpo", dict(loss_type="gspo"), group_loss("gspo")),
-    ("grpo", dict(loss_type="cispo", clip_eps_high=0.28), group_loss("cispo")),
+    ("grpo", HIGH | dict(loss_type="cispo"), group_loss("cispo")),
     ("grpo+vllm_rollouts", CAP, group_loss("grpo", tis_weight)),
     ("vllm_rollouts", CAP, weighted_rloo),
     ("online_dpo+vllm_rollouts", NO_VLLM, online_dpo),
