@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tokenize
-from collections import Counter
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -237,10 +236,11 @@ OTHER_START = dict(model=tiny(1), ref_model=tiny())  # no log-ratio is 0
     ("multi_turn", assistant_turns, OTHER_START | dict(loss=("sigmoid_norm",)))])
 def test_loss_of_pairs(monkeypatch, tmp_path, name, formula, flags):
     if name == "multi_turn":
-        flags |= dict(data=conversations(tmp_path), eval_data=None)
+        strings = dict(prompt="a", chosen=" b c", rejected=" d")
+        flags |= dict(data=conversations(tmp_path, strings), eval_data=None)
     losses = watch(monkeypatch, name, of_pairs(formula, load()))
-    run(name, beta=0.3, steps=2, **flags)
-    assert len(losses) == 2
+    run(name, beta=0.3, steps=3, **flags)
+    assert len(losses) == 3
 
 
 @parametrize("loss", LOSSES)
@@ -253,9 +253,9 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(loss):
     assert values.isfinite().all() and ratios.grad.isfinite().all()
 
 
-def conversations(folder):
+def conversations(folder, *more):
     """Rows of several turns. The second answer follows a question or a tool's result."""
-    rows = []
+    rows = list(map(json.dumps, more))
     for n, role in enumerate(["user", "tool", "user"] * 2):
         turns = {}
         for name, words in (("chosen", ["good", "yes"]), ("rejected", ["a bad film", "no"])):
@@ -286,13 +286,6 @@ def test_multi_turn_never_trains_a_turn_that_the_template_rewrites(tmp_path, mon
     with bad_input("too few rows"):
         module.load_rows(conversations(tmp_path), TOKENIZER, module.Args())
     assert f"{len(rows)} dropped: no turn" in capsys.readouterr().out
-
-
-def test_multi_turn_trains_whole_answers_of_strings(tmp_path):
-    module, path = changed("multi_turn"), tmp_path / "strings.jsonl"
-    path.write_text(json.dumps(dict(prompt="a", chosen=" b c", rejected=" d")))
-    (row,) = module.load_rows(str(path), TOKENIZER, module.Args())
-    assert row.trained == ([True] * len(row.chosen), [True] * len(row.rejected))
 
 
 def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
@@ -382,22 +375,18 @@ def test_reference_moves_in_any_number_of_processes(tmp_path):
 
 # --- Single answers
 
-def test_sft_is_a_mean_over_tokens(monkeypatch):
+def test_sft_is_a_mean_over_the_tokens_of_good_answers(monkeypatch, tmp_path):
+    """The answers of rows that are good, of rows without a label, and of pairs."""
     def slow_loss(policy, rows, *_):
+        assert sorted(TOKENIZER.decode(row.completion[:-1]) for row in rows) == ["a", "c", "longer"]
         return -torch.cat(logps(policy, [(row.prompt, row.completion) for row in rows])).mean()
 
-    losses = watch(monkeypatch, "sft", slow_loss)
-    monkeypatch.setattr(changed("sft"), "Swap", None)
-    run("sft", steps=2, tokens_per_forward=40)
-    assert len(losses) == 2
-
-
-def test_sft_leaves_out_undesirable_answers(tmp_path, monkeypatch):
-    rows = [dict(completion="a"), dict(completion="b", label=False), dict(chosen="c", rejected="d")]
+    rows = [
+        dict(completion="a"), dict(completion="b", label=False), dict(completion="longer", label=True),
+        dict(chosen="c", rejected="d")]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row | dict(prompt="?")) + "\n" for row in rows))
-    module, seen = changed("sft"), Counter()
-    monkeypatch.setattr(module, "run_batch", lambda policy, rows, *_, **__: (
-        seen.update(TOKENIZER.decode(row.completion[:-1]) for row in rows), dict(loss=0.0, logratio=0.0))[1])
-    run("sft", data=str(path), eval_data=str(path), steps=1)
-    assert set(seen) == {"a", "c"}
+    losses = watch(monkeypatch, "sft", slow_loss)
+    monkeypatch.setattr(changed("sft"), "ReferenceCache", None)
+    run("sft", data=str(path), eval_data=str(path), steps=2, tokens_per_forward=10)
+    assert len(losses) == 2
