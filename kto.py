@@ -953,12 +953,19 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
         optimizer.step()
         optimizer.zero_grad()
 
+        reader = dcp.HuggingFaceStorageReader(out / f"resume-{step}")
+        saved_names = reader.read_metadata().state_dict_metadata.keys()
         state = training_state(policy, optimizer)
-        dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(out / f"resume-{step}"))
+        state = {name: value for name, value in state.items() if name in saved_names}
+        dcp.load(state, storage_reader=reader)
+
         for name, weight in policy.named_parameters():
-            for key, value in optimizer.state.get(weight, {}).items():
-                if not torch.is_tensor(value):
-                    optimizer.state[weight][key] = state[f"optimizer.{name}.{key}"].item()
+            for key, value in list(optimizer.state.get(weight, {}).items()):
+                place = f"optimizer.{name}.{key}"
+                if place not in saved_names:  # this weight has had no gradient yet
+                    del optimizer.state[weight][key]
+                elif not torch.is_tensor(value):
+                    optimizer.state[weight][key] = state[place].item()
         print(f"resumes after step {step}")
 
     if is_first_process():

@@ -639,14 +639,16 @@ def enable_shared_prompts(model) -> bool:
     if getattr(config, "attn_logit_softcapping", None):
         attention = "eager"  # transformers 5.17 lets sdpa ignore the softcap
 
+    has_begun = False
     try:
         if core._is_stateful or not layers <= {"full_attention", "sliding_attention"}:
             raise BadInput("recurrent, convolutional or chunked layers would mix completions")
         core.set_attn_implementation(SHARED)  # stays on, for the backward pass of gradient checkpointing, too
+        has_begun = True
         check_exact(core, lay_out_shared)
         result = "completions share their prompt"
     except Exception as cause:  # no such keyword, no sdpa, another mask
-        if hasattr(core, "reset_iter_state"):  # FSDP's, from torch 2.13 on: the error interrupted a forward
+        if has_begun and hasattr(core, "reset_iter_state"):  # FSDP's, from torch 2.13 on, after half a forward
             core.reset_iter_state()
         core.set_attn_implementation(attention)
         check_exact(core, lay_out_padded)

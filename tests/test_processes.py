@@ -204,8 +204,8 @@ class Killed(Exception):
 def run_until(step, main, args):
     module = sys.modules[main.__module__]
 
-    def save_checkpoint(out, saved, state, original=module.save_checkpoint):
-        original(out, saved, state)
+    def save_checkpoint(out, saved, *state, original=module.save_checkpoint):
+        original(out, saved, *state)
         if saved == step:
             raise Killed
 
@@ -241,20 +241,30 @@ def test_one_process_calls_the_score(tmp_path):
     assert calls.read_text() == "000"
 
 
-def main_of_rank(main, *args_of_ranks):
-    return main(args_of_ranks[int(os.environ["RANK"])])
+def main_with_another(kind, main, args):
+    """main(args), where the second process has another flag, or other files under the same paths."""
+    module = sys.modules[main.__module__]
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            if kind == "flag":
+                args = replace(args, lr=0.1)
+            if kind == "rows":
+                patch.setattr(module, "load_rows", lambda *rest, load=module.load_rows: load(*rest)[::-1])
+            if kind == "weights":
+                patch.setattr(module, "checkpoint_digest", lambda folder: "of another")
+        return main(args)
 
 
-def test_flags_of_the_first_process_are_those_of_all():
-    _, args = flags_of("rloo", out=f"{FOLDER.name}/first")
-    others = replace(args, model=tiny(1), lr=0.1, seed=5, tokens_per_forward=99, out=f"{FOLDER.name}/other")
-    history = in_processes(2, main_of_rank, rloo.main, args, others)
-    assert without_speed(history) == whole("rloo", 2)[0] and not Path(others.out).exists()
+@parametrize("kind", ["flag", "rows", "weights"])
+@parametrize("script, ref", [("dpo", "cache"), ("dpo", "swap"), ("rloo", "swap")])
+def test_processes_that_differ_are_refused(script, ref, kind):
+    with bad_input("the processes have other flags, rows or weights: give all of them the same files"):
+        in_processes(2, main_with_another, kind, SCRIPTS[script].main, arguments(script, ref=ref))
 
 
 @refcache.process_group()
 def fill(path):
-    cache = ReferenceCache()
+    cache = ReferenceCache(reference="abc")
     prompt, completions = GROUPS[refcache.process_rank()]
     y = completions[0]  # equally many
     cache.table[refcache.bytes_of(prompt), refcache.bytes_of(y)] = bytes(4 * len(y))
@@ -262,7 +272,7 @@ def fill(path):
 
 
 def test_different_cache_files_are_refused(tmp_path):
-    with bad_input("the same"):
+    with bad_input("the processes have different caches: start again"):
         in_processes(2, fill, tmp_path / "c.pkl")
 
 

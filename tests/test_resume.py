@@ -3,14 +3,17 @@ import os
 import random
 import shutil
 from collections import Counter
+from copy import deepcopy
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
-from models import bad_input, build, parametrize
+from models import bad_input, build, equal, parametrize
 from runs import EACH, FOLDER, SCRIPTS, TIED, arguments, data, needs_peft, read, save, tiny, without_speed
+from transformers.optimization import Adafactor
 
 import dpo
 
@@ -153,10 +156,49 @@ def test_checkpoints_come_every_save_every_steps_and_at_the_end(script, monkeypa
     assert steps == [2, 3]
 
 
+def adam_8bit(groups):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    return bitsandbytes.optim.AdamW8bit(groups)
+
+
+@parametrize("make_optimizer", [
+    partial(torch.optim.SGD, momentum=0.9), adam_8bit, torch.optim.Adafactor,
+    partial(Adafactor, lr=1.0, relative_step=False, scale_parameter=False)], ids=["sgd", "8bit", "torch", "transformers"])
+def test_runs_of_other_optimizers_resume_bitwise(make_optimizer, tmp_path, monkeypatch):
+    """Their state has other names, numbers that are no tensors, and bytes."""
+    monkeypatch.setattr(torch.optim, "AdamW", lambda groups, fused: make_optimizer(groups))
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    start("dpo", whole, lr=0.1, weight_decay=0.1)
+    run_until("learning_rate 3", "dpo", killed, lr=0.1, weight_decay=0.1)
+    start("dpo", killed, lr=0.1, weight_decay=0.1)
+    assert results(killed) == results(whole)
+    assert len({line["loss"] for line in read(whole / "metrics.jsonl")[1:]}) == STEPS
+
+
+def test_weight_without_a_gradient_gets_no_state(tmp_path):
+    """As an expert that no token has reached yet, or all weights after a rollout without any reward."""
+    policy = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2))
+    optimizer = torch.optim.AdamW(policy.parameters())
+    policy[0](torch.ones(2)).sum().backward()
+    optimizer.step()
+    (tmp_path / "args.json").write_text('{"wandb": false}')
+    for log in dpo.LOGS:
+        (tmp_path / log).touch()
+    dpo.save_checkpoint(tmp_path, 1, policy, optimizer)
+    state = {i: dict(values) for i, values in optimizer.state_dict()["state"].items() if values}
+
+    resumed = deepcopy(policy)
+    optimizer = torch.optim.AdamW(resumed.parameters())
+    assert dpo.restore_checkpoint(tmp_path, {"wandb": False}, resumed, optimizer) == 1
+    found = {i: values for i, values in optimizer.state_dict()["state"].items() if values}
+    assert found.keys() == state.keys() == {0, 1} and all(equal(found[i], state[i]) for i in state)
+    assert equal(resumed.state_dict(), policy.state_dict())
+
+
 # --- Files of the user
 
 def contents(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock-0"}
 
 
 def test_only_checkpoints_of_the_run_are_removed_at_its_end(tmp_path):
@@ -239,7 +281,7 @@ def test_every_other_flag_is_part_of_a_run(script):
 def test_resume_refuses_other_rows_and_weights(name, tmp_path):
     files = [Path(shutil.copy(file, tmp_path)) for file in data(RUNS[name][0])]
     models = [shutil.copytree(tiny(), tmp_path / flag) for flag in ("model", "ref_model")]
-    flags = dict(zip(("data", "eval_data", "model", "ref_model"), map(str, files + models)))
+    flags = dict(zip(("data", "eval_data", "model", "ref_model"), map(str, files + models)), ref="live")
     out = tmp_path / "out"
     run_until("append 5", name, out, **flags)
 
@@ -271,12 +313,12 @@ def test_folder_of_another_run_or_script_is_refused(save_every, tmp_path, monkey
     assert contents(tmp_path) == before
 
 
-@EACH
-def test_log_of_another_program_is_not_touched(script, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("mine\n")
-    with pytest.raises(FileNotFoundError, match="args.json"):
-        SCRIPTS[script].main(arguments(script, out=str(tmp_path), steps=1))
-    assert (tmp_path / "metrics.jsonl").read_text() == "mine\n"
+@parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_log_of_a_user_is_not_touched(name, tmp_path):
+    (tmp_path / name).write_text("mine\n")
+    with bad_input("has logs, but not of a run of this script: name another --out"):
+        dpo.main(arguments(out=str(tmp_path), steps=1))
+    assert (tmp_path / name).read_text() == "mine\n"
 
 
 def test_folder_of_a_finished_or_a_running_run_is_refused(tmp_path):
@@ -286,5 +328,18 @@ def test_folder_of_a_finished_or_a_running_run_is_refused(tmp_path):
         start("dpo", finished)
     assert contents(finished) == before
 
-    with FileLock(tmp_path / ".lock"), pytest.raises(TimeoutError):
+    with FileLock(tmp_path / ".lock-0"), bad_input(f"{tmp_path} is used by a run that has not ended"):
         start("dpo", tmp_path)
+
+
+@EACH
+def test_ctrl_c_says_where_the_run_continues(script, tmp_path, monkeypatch):
+    args = arguments(script, out=str(tmp_path), save_every=1)
+    rate = SCRIPTS[script].learning_rate
+    monkeypatch.setattr(SCRIPTS[script], "learning_rate", lambda step, *rest: rate(step, *rest) if step < 3 else stop())
+
+    def stop():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="^stopped: the same command continues after step 2$"):
+        SCRIPTS[script].main(args)
