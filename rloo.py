@@ -220,8 +220,8 @@ def run_batch(policy, samples: Samples, rewards, ref_logps, old_logps, args: Arg
         advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
         losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)
 
-        # The loss is a mean over all samples.
-        scale = weight / rewards.numel()
+        n_samples = rewards.numel()
+        scale = weight / n_samples
         loss = losses.sum() * scale
         loss.backward()
 

@@ -240,6 +240,8 @@ def write_chats(args: Args, folder: Path):
 def write_endless(model: str, folder: Path):
     """The same model with a stop token that it never draws: all samples are as long as they may be."""
     tokenizer = dpo.load_tokenizer(model)
+    turn_end = repr(tokenizer.eos_token)  # the prompts stay as they are
+    tokenizer.chat_template = tokenizer.chat_template.replace("eos_token", turn_end)
     tokenizer.eos_token = next(token for token in NEVER_DRAWN if token in tokenizer.get_vocab())
     tokenizer.save_pretrained(folder)
     stops = transformers.GenerationConfig(
@@ -485,7 +487,8 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
     if work in ROLLOUTS:
         rows = rloo.rows_in_order(read_rows(rloo, given), args.steps * args.batch_size, given.seed)
         rows = [row.columns for row in rows]
-        extra = {"reward_funcs": dpo.load_function(given.reward[0])}
+        file, _, name = given.reward[0].rpartition(":")
+        extra = {"reward_funcs": getattr(dpo.load_module(file), name)}
         config = make_config(
             **common, per_device_train_batch_size=args.batch_size * given.k, num_generations=given.k,
             max_completion_length=given.max_new_tokens, shuffle_dataset=False)

@@ -523,12 +523,12 @@ class Trl:
             return [("reference, dpo", partial(self.table, "--tiny", "--works", "reference", "dpo"))]
 
         sizes = ["--shapes", self.shape, "--pairs", "256", "--batch_size", "16", "--max_length", "768"]
-        long = ["--shapes", "long", "--steps", "2", "--batch_size", "1"]
+        long = ["--shapes", self.shape, "--steps", "2", "--batch_size", "1"]
         checks = []
         for work in ("reference", "dpo"):
             checks.append((f"{self.shape}, {work}", partial(self.table, *sizes, "--works", work)))
         for k in (2, 4, 8):
-            checks.append((f"rloo, k={k}", partial(self.table, *long, "--works", f"long, k={k}")))
+            checks.append((f"{self.shape}, rloo, k={k}", partial(self.table, *long, "--works", f"long, k={k}")))
         return checks
 
     def table(self, *flags):

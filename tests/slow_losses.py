@@ -1,11 +1,11 @@
-"""The formulas of changes/ as plain loops. A pair is w, l, ref_w, ref_l: log-probs of tokens, of the policy and of the
-reference."""
+"""The formulas of the patches of dpo.py as plain loops. A pair is w, l, ref_w, ref_l: log-probs of tokens, of
+the policy and of the reference; and its row. β is 0.3, label smoothing 0.1."""
 from functools import cache
 
 import torch
 from models import build, logps
 from runs import TINY, TOKENIZER, save
-from torch import log1p, tensor
+from torch import log1p, sigmoid
 
 
 @cache
@@ -15,8 +15,6 @@ def model_with_many_ends():
     model.generation_config.eos_token_id = list(range(0, len(TOKENIZER), 5))
     return save(model, "many ends")
 
-
-# --- Pairs
 
 def dpo_loss(margin):
     return log1p(torch.exp(-margin))
@@ -31,59 +29,38 @@ def orpo(w, l, *_):
     return -w.mean() + 0.3 * log1p(odds_l / odds_w)
 
 
-def margin(w, l, ref_w, ref_l):
-    return 0.3 * (ratio(w, ref_w) - ratio(l, ref_l))
+LOSSES = {  # of the rewards β ρ of w and l
+    "hinge": lambda w, l: max(0.0 * w, 1 - (w - l)),
+    "robust": lambda w, l: (0.9 * dpo_loss(w - l) - 0.1 * dpo_loss(l - w)) / 0.8,
+    "exo_pair": lambda w, l: (sigmoid(w - l) * torch.log(sigmoid(w - l) / 0.9)
+                              + sigmoid(l - w) * torch.log(sigmoid(l - w) / 0.1)),
+    "nca_pair": lambda w, l: dpo_loss(w) + (dpo_loss(-w) + dpo_loss(-l)) / 2,
+    "bco_pair": lambda w, l: dpo_loss(w) + dpo_loss(-l),
+    "sppo_hard": lambda w, l: ((w - 0.5) / 0.3) ** 2 + ((l + 0.5) / 0.3) ** 2,
+    "apo_down": lambda w, l: sigmoid(w) + 1 - sigmoid(w - l),
+    "discopop": lambda w, l: (sigmoid(-20 * (w - l)) * dpo_loss(w - l)
+                              + sigmoid(20 * (w - l)) * torch.exp(l - w)),
+}
 
 
-def dpop(w, l, ref_w, ref_l, *_):
-    return dpo_loss(margin(w, l, ref_w, ref_l) - 1.5 * max(tensor(0.0), -ratio(w, ref_w)))
+def all_losses(w, l, ref_w, ref_l, *_):
+    """Each with another weight."""
+    reward_w, reward_l = 0.3 * ratio(w, ref_w), 0.3 * ratio(l, ref_l)
+    return sum((n + 1) * loss(reward_w, reward_l) for n, loss in enumerate(LOSSES.values()))
 
 
-def weighted(weight_of):
-    """The tokens' log-ratios are multiplied by weight_of(token's number, length of the shorter answer)."""
-    def loss(w, l, ref_w, ref_l, *_):
-        shorter = min(len(w), len(l))
-        a, b = (tensor([float(weight_of(t, shorter)) for t in range(len(y))]) for y in (w, l))
-        return dpo_loss(margin(a * w, b * l, a * ref_w, b * ref_l))
-    return loss
-
-
-def coins(x, y):
-    """KL between two coins, heads with σ(x) and with σ(y)."""
-    p, q = (1 / (1 + torch.exp(-z)) for z in (x, y))
-    return p * torch.log(p / q) + (1 - p) * torch.log((1 - p) / (1 - q))
-
-
-def rpo(distance):
-    def loss(w, l, ref_w, ref_l, row, policy):
-        delta = row.columns["chosen_reward"] - float(row.columns["rejected_reward"])
-        return distance(margin(w, l, ref_w, ref_l), tensor(delta))
-    return loss
-
-
-def f_divergence(f_prime, loss):
-    """loss(f'(r_w), f'(r_l), length of w, length of l)"""
-    def slow_loss(w, l, ref_w, ref_l, *_):
-        return loss(*(f_prime(torch.exp(ratio(*y))) for y in ((w, ref_w), (l, ref_l))), len(w), len(l))
-    return slow_loss
-
-
-def alpha_po(w, l, *_):
-    rewards = [(1 - torch.exp(y.mean()) ** -0.25) / 0.25 for y in (w, l)]
-    return dpo_loss(0.3 * (rewards[0] - rewards[1]) - 0.5)
-
-
-def wpo(w, l, ref_w, ref_l, row, policy):
-    weight = 1
-    for y, tokens in ((w, row.chosen), (l, row.rejected)):
-        logits = policy(tensor([row.prompt + tokens])).logits[0, len(row.prompt) - 1:-1]
-        squares = (logits.softmax(-1) ** 2).sum(-1)
-        weight = weight * torch.exp((y - squares.log()).mean()).detach()
-    return weight * plain(w, l, ref_w, ref_l)
-
-
-def plain(w, l, ref_w, ref_l, *_):
-    return dpo_loss(margin(w, l, ref_w, ref_l))
+def assistant_turns(w, l, ref_w, ref_l, row, *_):
+    """sigmoid_norm on an assistant's tokens: the demo's template writes <|assistant|>..<|end|>."""
+    means = []
+    for y, ref, tokens in ((w, ref_w, row.chosen), (l, ref_l, row.rejected)):
+        is_assistant, ratios = True, []  # the prompt ends with <|assistant|>
+        for t, token in enumerate(TOKENIZER.convert_ids_to_tokens(tokens)):
+            if is_assistant:
+                ratios.append(y[t] - ref[t])
+            if token in ("<|end|>", "<|assistant|>"):
+                is_assistant = token == "<|assistant|>"
+        means.append(sum(ratios) / len(ratios))
+    return dpo_loss(0.3 * (means[0] - means[1]))
 
 
 def logps_of(model, rows):
@@ -96,14 +73,5 @@ def of_pairs(formula, reference):
     """The mean over pairs."""
     def slow_loss(policy, rows, *_):
         pairs = zip(logps_of(policy, rows), logps_of(reference, rows), rows)
-        return sum(formula(*mine, *theirs, row, policy) for mine, theirs, row in pairs) / len(rows)
-    return slow_loss
-
-
-def aot(loss, reference):
-    def slow_loss(policy, rows, *_):
-        (w, l), (ref_w, ref_l) = (torch.stack([y.sum() for pair in logps_of(model, rows) for y in pair]).view(-1, 2).T
-                                  for model in (policy, reference))
-        better, worse = (w - l, ref_w - ref_l) if loss == "aot" else (w - ref_w, l - ref_l)
-        return dpo_loss(0.3 * (better.sort().values - worse.sort().values)).mean()
+        return sum(formula(*mine, *theirs, row) for mine, theirs, row in pairs) / len(rows)
     return slow_loss

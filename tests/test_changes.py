@@ -1,4 +1,7 @@
-"""changes/: each patch applies and runs. Loss and gradient of each batch are those of a plain loop over rows."""
+"""changes/: each patch applies and runs. Loss and gradient of each batch are those of a plain loop over rows.
+
+Patches are applied in the tests, so that one that no longer applies stops only its own tests."""
+import io
 import json
 import os
 import re
@@ -6,9 +9,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict, replace
+import tokenize
+from dataclasses import replace
 from functools import cache
-from math import log, nan
+from importlib.util import find_spec
+from math import log
 from pathlib import Path
 from types import ModuleType
 
@@ -17,9 +22,7 @@ import torch
 import tyro
 from models import bad_input, equal, gradient, logps, parametrize, slow_but
 from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, read, tiny, weights_of, without_speed
-from slow_losses import (
-    alpha_po, aot, coins, dpo_loss, dpop, f_divergence, model_with_many_ends, of_pairs, orpo, plain, rpo, weighted,
-    wpo)
+from slow_losses import LOSSES, all_losses, assistant_turns, dpo_loss, of_pairs, orpo
 from torch import tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -30,17 +33,26 @@ import rloo
 PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
 SLOW = pytest.mark.slow
-needs_patch = pytest.mark.skipif(not shutil.which("patch") or not shutil.which("git"), reason="needs patch(1) and git")
+needs_patch = pytest.mark.skipif(
+    not shutil.which("patch") or not shutil.which("git"), reason="needs patch(1) and git")
 MACHINERY = ["compile", "load_in_4bit", "vllm_rollouts"]  # they stack on all others
-UNDER_TIS = "grpo dr_grpo dapo gspo cispo reinforce_pp".split()
-SCRIPTS_OF = {name: [re.search(r"^--- (\w+)\.py$", patch, re.M)[1]] for name, patch in PATCHES.items()}
-SCRIPTS_OF |= {"compile": list(SCRIPTS), "load_in_4bit": list(SCRIPTS)}
-SCRIPTS_OF |= {"humanline": ["kto", "dpo"], "tr_dpo": ["dpo", "kto"]}
+SCRIPTS_OF = {name: [re.search(r"^--- (\w+)", patch, re.M)[1]] for name, patch in PATCHES.items()}
+SCRIPTS_OF |= dict(compile=list(SCRIPTS), load_in_4bit=list(SCRIPTS))
+SCRIPTS_OF |= dict(humanline=["kto", "dpo"], tr_dpo=["dpo", "kto"])
+
+
+def hunks(patch):
+    """(old text, new text) of each."""
+    pairs = []
+    for hunk in re.split(r"^@@ .*\n", patch, flags=re.M)[1:]:
+        lines = hunk.splitlines(True)
+        old = "".join(line[1:] for line in lines if line[0] in " -")
+        pairs.append((old, "".join(line[1:] for line in lines if line[0] in " +")))
+    return pairs
 
 
 def apply(patch, text):
-    for hunk in re.split(r"^@@ .*\n", patch, flags=re.M)[1:]:
-        old, new = ("".join(line[1:] for line in hunk.splitlines(True) if line[0] in signs) for signs in (" -", " +"))
+    for old, new in hunks(patch):
         assert text.count(old) == 1, old
         text = text.replace(old, new)
     return text
@@ -79,24 +91,55 @@ def run_patch(script, name, out):
 @parametrize("name", slow_but(MACHINERY, PATCHES))
 @needs_patch
 def test_patch_applies_to_each_of_its_scripts_and_others_stack_on_it(name, tmp_path):
-    """The order of two patches changes nothing."""
+    """The order of two patches changes nothing. The linter finds no unused or missing name."""
     subprocess.run(["git", "apply", "-p0", "--check", f"changes/{name}.patch"], cwd=ROOT, check=True)
     one = tmp_path / "one.py"
     for script in SCRIPTS_OF[name]:
         assert run_patch(ROOT / f"{script}.py", name, one) == text_of(script, [name])
+        if find_spec("ruff"):
+            ruff = [sys.executable, "-m", "ruff", "check", "--no-cache", "--isolated", "--select", "F"]
+            subprocess.run([*ruff, one], check=True)
         for other in MACHINERY:
             if other != name and script in SCRIPTS_OF[other]:
                 both = run_patch(one, other, tmp_path / "both.py")
                 compile(both, f"{name}+{other}", "exec")
                 assert both == text_of(script, [other, name])
-        if name in UNDER_TIS:
-            assert run_patch(one, "tis", tmp_path / "both.py") == text_of(script, [name, "tis"])
+
+
+def texts_with_a_small_change(text):
+    """The script without one comment, with one more flag, or with one more name in Loss."""
+    lines = text.splitlines(True)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            n = token.start[0]
+            code = lines[n - 1][:token.start[1]].rstrip()
+            yield "".join(lines[:n - 1] + ([f"{code}\n"] if code else []) + lines[n:])
+
+    insertions = [("class Args:\n", "# ---- The loss", "    flag: int = 0\n")]
+    if "Loss = Literal[\n" in lines:
+        insertions.append(("Loss = Literal[\n", "]", '    "new",\n'))
+    for begin, end, line in insertions:
+        first = lines.index(begin) + 1
+        for n in range(first, len(lines)):
+            yield "".join(lines[:n] + [line] + lines[n:])
+            if lines[n].startswith(end):
+                break
+
+
+@parametrize("script", SCRIPTS)
+def test_small_change_of_a_script_breaks_at_most_one_patch(script):
+    names = [name for name in PATCHES if script in SCRIPTS_OF[name]]
+    texts = list(texts_with_a_small_change((ROOT / f"{script}.py").read_text()))
+    assert len(texts) > 100
+    for text in texts:
+        broken = [name for name in names if not all(old in text for old, _ in hunks(PATCHES[name]))]
+        assert len(broken) <= 1
 
 
 @parametrize("name", PATCHES)
 def test_patch_and_table_agree(name):
     header, _, diff = PATCHES[name].partition("--- ")
-    assert header.count("\n") == 3 and max(map(len, header.splitlines())) <= 120
+    assert header.count("\n") == 3 and max(map(len, header.splitlines())) <= 110
     paper, formula, lines, command = (cell.strip() for cell in TABLE[name].split(" | "))
     assert int(lines) == len(re.findall(r"^\+(?!\+\+ )", diff, re.M))
     assert set(re.findall(r"\d{4}\.\d{5}", paper)) <= set(re.findall(r"\d{4}\.\d{5}", header))
@@ -108,10 +151,11 @@ def test_patch_and_table_agree(name):
 def test_all_patches_are_in_both_tables():
     in_readme = re.findall(r"`(\w+)`(?: \(.*?\))? \+(\d+)", (ROOT / "README.md").read_text())
     assert dict(in_readme) == {name: row.split(" | ")[2].strip() for name, row in TABLE.items()}
-    assert set(TABLE) == set(PATCHES)
+    assert set(TABLE) == set(PATCHES) and len(PATCHES) == 12
+    assert sum(map(len, PATCHES.values())) <= 45_000
 
 
-# --- Loss and gradient
+# --- Runs
 
 def watch(monkeypatch, name, slow_loss, function="run_batch"):
     """Compares the batches of main() with slow_loss. Returns losses and norms of gradients."""
@@ -123,13 +167,11 @@ def watch(monkeypatch, name, slow_loss, function="run_batch"):
         expected = slow_loss(model, *inputs)
         result = fast(model, *inputs, **options)
         found = result[-1] if isinstance(result, tuple) else result
-        loss = found["loss"] if isinstance(found, dict) else found
-        if expected is not None:
-            parts = torch.autograd.grad(expected, list(model.parameters()))
-            slow_gradient = torch.cat([part.flatten() for part in parts])
-            assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
-            assert (gradient(model) - slow_gradient).norm() <= 1e-5 * slow_gradient.norm() + 1e-7
-            losses.append((loss, slow_gradient.norm().item()))
+        parts = torch.autograd.grad(expected, list(model.parameters()))
+        slow_gradient = torch.cat([part.flatten() for part in parts])
+        assert found["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
+        assert (gradient(model) - slow_gradient).norm() <= 1e-5 * slow_gradient.norm() + 1e-7
+        losses.append((found["loss"], slow_gradient.norm().item()))
         return result
 
     monkeypatch.setattr(changed(name), function, watched)
@@ -137,18 +179,17 @@ def watch(monkeypatch, name, slow_loss, function="run_batch"):
 
 
 def run(name, script=None, **flags):
+    module = changed(name, script)
     script = script or SCRIPTS_OF[name.split("+")[0]][0]
-    defaults = asdict(SCRIPTS[script].Args())
-    given = asdict(arguments(script)).items()
-    args = changed(name, script).Args(**{flag: value for flag, value in given if value != defaults[flag]} | flags)
-    return changed(name, script).main(args), args
+    defaults = vars(SCRIPTS[script].Args())
+    given = {flag: value for flag, value in vars(arguments(script)).items() if value != defaults[flag]}
+    args = module.Args(**given | flags)
+    return module.main(args), args
 
-
-# --- All three scripts
 
 @SLOW
 @parametrize("name, flags", [
-    ("sft", dict(lora_r=4, gradient_checkpointing=True)), ("tis", {}), ("reward_model", {})])
+    ("sft", dict(lora_r=4, gradient_checkpointing=True)), ("grpo", {}), ("reward_model", {})])
 def test_compiled_runs_of_each_script_equal_others(monkeypatch, name, flags):
     compiled, compile_module = set(), torch.nn.Module.compile
     monkeypatch.setattr(torch.nn.Module, "compile", lambda module, **options: (
@@ -156,7 +197,8 @@ def test_compiled_runs_of_each_script_equal_others(monkeypatch, name, flags):
     monkeypatch.setattr(refcache, "log_softmax_at", refcache.log_softmax_at)
     changed(f"{name}+compile").compile_log_softmax.cache_clear()
     one, other = (without_speed(run(patches, steps=2, **flags)[0]) for patches in (name, f"{name}+compile"))
-    assert hasattr(refcache.log_softmax_at, "get_compiler_config") and compiled == {"LlamaMLP", "LlamaRMSNorm"}
+    assert hasattr(refcache.log_softmax_at, "get_compiler_config")
+    assert compiled == {"LlamaMLP", "LlamaRMSNorm"}
     for values, theirs in zip(one, other, strict=True):
         assert values == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
@@ -174,14 +216,101 @@ def test_policy_and_reference_in_4_bits_are_equal_at_step_1(name):
 
 @parametrize("name, flags, words", [
     ("load_in_4bit", {}, "an adapter.* one process"), ("reward_model", dict(lora_r=4), "all its weights"),
-    ("tr_dpo", dict(ref="live", sync_reference=2), "--ref swap"), ("humanline", {}, "--ref swap"),
-    ("tr_rloo", dict(ref="live", sync_reference=2), "--ref swap"), ("iterative_dpo", dict(ref="swap"), "--score")])
+    ("tr_dpo", dict(ref="live"), "--ref swap"), ("humanline", {}, "--ref swap"),
+    ("losses", dict(loss=("exo_pair",)), "needs --label_smoothing"),
+    ("losses", dict(loss=("hinge",), label_smoothing=0.1), "robust and exo_pair")])
 def test_misuse_is_refused(name, flags, words):
     with bad_input(words):
         run(name, **flags)
 
 
-# --- Moving references, and other state
+# --- Pairs
+
+OTHER_START = dict(model=tiny(1), ref_model=tiny())  # no log-ratio is 0
+
+
+@parametrize("name, formula, flags", [
+    ("orpo", orpo, {}),
+    ("losses", all_losses, OTHER_START | dict(
+        loss=tuple(LOSSES), loss_weights=tuple(range(1, len(LOSSES) + 1)), label_smoothing=0.1)),
+    ("multi_turn", assistant_turns, OTHER_START | dict(loss=("sigmoid_norm",)))])
+def test_loss_of_pairs(monkeypatch, tmp_path, name, formula, flags):
+    if name == "multi_turn":
+        strings = dict(prompt="a", chosen=" b c", rejected=" d")
+        flags |= dict(data=conversations(tmp_path, strings), eval_data=None)
+    losses = watch(monkeypatch, name, of_pairs(formula, load()))
+    run(name, beta=0.3, steps=3, **flags)
+    assert len(losses) == 3
+
+
+@parametrize("loss", LOSSES)
+def test_log_ratios_of_hundreds_of_nats_stay_finite(loss):
+    ratios = tensor([[500.0, -500.0, 500.0], [-500.0, 500.0, 500.0]], requires_grad=True)
+    ones = torch.ones(3)
+    batch = dpo.Batch(-ones, -ones, *ratios, ones, ones, ones, ones)
+    values = changed("losses").preference_loss(loss, batch, dpo.Args(label_smoothing=0.1))
+    values.sum().backward()
+    assert values.isfinite().all() and ratios.grad.isfinite().all()
+
+
+def conversations(folder, *more):
+    """Rows of several turns. The second answer follows a question or a tool's result."""
+    rows = list(map(json.dumps, more))
+    for n, role in enumerate(["user", "tool", "user"] * 2):
+        turns = {}
+        for name, words in (("chosen", ["good", "yes"]), ("rejected", ["a bad film", "no"])):
+            roles = ("user", "assistant", role, "assistant")
+            texts = (f"film {n}", words[0], f"{words[1]} why", words[1])
+            turns[name] = [dict(role=role, content=text) for role, text in zip(roles, texts)]
+        rows.append(json.dumps(turns))
+    path = folder / "conversations.jsonl"
+    path.write_text("\n".join(rows))
+    return str(path)
+
+
+def test_multi_turn_never_trains_a_turn_that_the_template_rewrites(tmp_path, monkeypatch, capsys):
+    """This template writes a thought before the last message alone, as Qwen3's does."""
+    module = changed("multi_turn")
+    template = TOKENIZER.chat_template.replace("{{ message.content }}", (
+        "{% if loop.last and message.role == 'assistant' %}thought {% endif %}{{ message.content }}"))
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    rows = module.load_rows(conversations(tmp_path), TOKENIZER, module.Args())
+    assert f"{2 * len(rows)} turns that are not trained" in capsys.readouterr().out
+    for row in rows:
+        for tokens, mask, text in zip((row.chosen, row.rejected), row.trained, ("yes", "no")):
+            trained = [token for token, is_trained in zip(tokens, mask) if is_trained]
+            assert TOKENIZER.decode(trained) == f"thought {text}<|end|>"
+
+    template = template.replace("<|assistant|>", "<|assistant|>why ")  # answers do not begin with it
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+    with bad_input("too few rows"):
+        module.load_rows(conversations(tmp_path), TOKENIZER, module.Args())
+    assert f"{len(rows)} dropped: no turn" in capsys.readouterr().out
+
+
+def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
+    def score(model, prompt, answer):
+        return model(tensor([prompt + answer])).logits[0, 0]
+
+    def slow_loss(model, rows, *_):
+        total = 0
+        for row in rows:
+            total += dpo_loss(score(model, row.prompt, row.chosen) - score(model, row.prompt, row.rejected))
+        return total / len(rows)
+
+    losses = watch(monkeypatch, "reward_model", slow_loss)
+    assert re.search(r"`rloo\.py --reward_model (\S+)/model`.* --out \1`", TABLE["reward_model"])
+    _, args = run("reward_model", steps=2, samples=64)  # it can write no answers
+    judge = rloo.load_reward_model(f"{args.out}/model", "cpu", rloo.Args())
+
+    rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args(score="keeps the columns"))
+    prompts, answers = ([row.columns[name] for row in rows] for name in ("prompt", "chosen"))
+    model = AutoModelForSequenceClassification.from_pretrained(f"{args.out}/model")
+    expected = [score(model, row.prompt, row.chosen).item() for row in rows]
+    assert judge(prompts, answers, [True] * 12) == pytest.approx(expected, abs=1e-5) and len(losses) == 2
+
+
+# --- Moving references
 
 @parametrize("script, loss", [("kto", 0.5), ("dpo", log(2))])
 def test_humanline_clamps_log_ratios_and_copies_before_the_update(monkeypatch, script, loss):
@@ -192,7 +321,7 @@ def test_humanline_clamps_log_ratios_and_copies_before_the_update(monkeypatch, s
     monkeypatch.setattr(module, "copy_policy", lambda reference: calls.append("copy") or copy(reference))
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda *inputs, **_: calls.append("step") or step(*inputs))
     history, _ = run("humanline", script, ref="swap")
-    assert calls[1:] == 3 * ["copy", "step"]  # one makes the optimizer's state
+    assert calls == 3 * ["copy", "step"]
     assert [values["loss"] for values in history[1:]] == pytest.approx(3 * [loss])
 
 
@@ -216,8 +345,7 @@ MOVING = dict(ref="swap", sync_reference=2, sync_mix=0.6)
 
 @parametrize("name, script, flags", [
     ("tr_dpo", "kto", MOVING), ("tr_dpo", "dpo", MOVING | dict(dtype="bfloat16")),
-    ("tr_rloo", "rloo", MOVING), ("humanline", "kto", dict(ref="swap")), ("ema", "dpo", {}),
-    ("iterative_dpo", "dpo", dict(ref="swap", sync_reference=2, score=f"{ROOT}/demo/score.py:success"))])
+    ("humanline", "kto", dict(ref="swap"))])
 def test_resumed_run_has_the_same_bits(monkeypatch, name, script, flags):
     whole, args = run(name, script, save_every=2, **flags)
     again = replace(args, out=f"{args.out}-again")
@@ -225,128 +353,40 @@ def test_resumed_run_has_the_same_bits(monkeypatch, name, script, flags):
     assert history == without_speed(whole)
     assert equal(weights_of(f"{again.out}/model"), weights_of(f"{args.out}/model"))
 
-    for number, (name, first) in enumerate(load().state_dict().items() if "sync_mix" in flags else ()):
-        assert torch.allclose(saved[f"reference.{number}"], 0.6 * saved[name] + 0.4 * first, atol=1e-6)
-
-
-def test_ema_saves_the_average():
-    args, (_, averaged) = arguments(steps=1), run("ema", steps=1, ema=0.3)
-    dpo.main(args)
-    first, last, average = map(weights_of, (tiny(), f"{args.out}/model", f"{averaged.out}/model"))
-    assert all(torch.allclose(average[name], 0.7 * first[name] + 0.3 * last[name], atol=1e-6) for name in first)
+    for name, first in load().state_dict().items() if "sync_mix" in flags else ():
+        assert torch.allclose(saved[f"reference.{name}"], 0.6 * saved[name] + 0.4 * first, atol=1e-6)
 
 
 @SLOW
 def test_reference_moves_in_any_number_of_processes(tmp_path):
     """Two, then one, then two give the run of one."""
     whole, args = run("tr_dpo", steps=4, batch_size=5, save_every=1, **MOVING)
-    text = text_of("dpo", ["tr_dpo"]).replace("progress.set_postfix(", "step == STOP and sys.exit()\n        dict(")
+    text = text_of("dpo", ["tr_dpo"])
+    text = text.replace("progress.set_postfix(", "step == STOP and sys.exit()\n        dict(")
     text = re.sub(r"tyro\.cli\(.*\)\)", f"Args(**{vars(args) | dict(out=str(tmp_path))}))", text)
     for stop, processes in ((2, 2), (3, 1), (9, 2)):
         (tmp_path / "my.py").write_text(text.replace("STOP", str(stop)))
-        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
-                        "my.py"], cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += [f"--nproc_per_node={processes}", "my.py"]
+        subprocess.run(torchrun, cwd=tmp_path, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
     for mine, theirs in zip(*map(without_speed, (read(tmp_path / "metrics.jsonl"), whole)), strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-4)
 
 
-# --- Pairs
+# --- Single answers
 
-def add_columns(monkeypatch, name):
-    """Gives each row the columns that token_weights and rpo read."""
-    encode = changed(name).encode
-
-    def with_columns(*inputs):
-        row = encode(*inputs)
-        w, l = ([t % 3 for t in range(len(y))] for y in (row.chosen, row.rejected))
-        return row._replace(columns=row.columns | {
-            "chosen_weights": w, "rejected_weights": l, "chosen_reward": sum(w) / 9, "rejected_reward": "0.2"})
-
-    monkeypatch.setattr(changed(name), "encode", with_columns)
-
-
-@parametrize("name, formula, flags", [
-    ("orpo", orpo, {}), ("alpha_po", alpha_po, dict(loss=("simpo",))), ("wpo", wpo, {}),
-    ("dpop", dpop, dict(model=tiny(1), ref_model=tiny())),  # else the sign of a ratio of 0 is rounding
-    ("ld_dpo", weighted(lambda t, shorter: 1 if t < shorter else 0.5), {}),
-    # Without the constant of f' these two losses would be others.
-    ("f_divergence", f_divergence(lambda r: 1 - 1 / r, lambda w, l, n_w, n_l: (w / n_w - l / n_l - 1 / 0.6) ** 2),
-     dict(divergence="forward_kl", loss=("ipo",))),
-    ("f_divergence", f_divergence(lambda r: (1 - r ** -0.2) / 0.2,
-                                  lambda w, l, *_: 1 - torch.sigmoid(0.3 * w) + torch.sigmoid(0.3 * l)),
-     dict(divergence="alpha", alpha=0.2, loss=("apo_zero",))),
-    ("token_weights", weighted(lambda t, shorter: t % 3), {}),
-    ("token_weights", lambda w, *_: -(torch.arange(len(w)) % 3 * w).mean(), dict(loss=("sft",))),
-    ("rpo", rpo(lambda m, d: coins(m, 2 * d)), dict(distance="fwd_kl", rpo_eta=2.0)),
-    ("rpo", rpo(lambda m, d: coins(d, m)), {}),
-    ("aot", "aot", dict(tokens_per_forward=1, loss=("aot",))),  # each micro-batch compares the whole batch
-    ("aot", "aot_unpaired", dict(tokens_per_forward=1, loss=("aot_unpaired",)))])
-def test_loss_of_pairs(monkeypatch, name, formula, flags):
-    add_columns(monkeypatch, name)
-    slow_loss = aot(formula, load()) if name == "aot" else of_pairs(formula, load())
-    losses = watch(monkeypatch, name, slow_loss)
-    run(name, beta=0.3, steps=2, **flags)
-    assert len(losses) == 2
-
-
-def test_iterative_dpo_pairs_the_best_and_the_worst_of_four_answers_of_its_reference(monkeypatch):
-    """One of four answers has no score."""
-    module, reference, drawn = changed("iterative_dpo"), load(model_with_many_ends()), []
-    generate, stops = module.generate, reference.generation_config.eos_token_id
-
-    def watched_generate(model, tokenizer, prompts, *inputs, **options):
-        reference.load_state_dict(model.state_dict())
-        drawn[:] = zip(prompts, generate(model, tokenizer, prompts, *inputs, **options))
-        return [y for _, y in drawn]
-
+def test_sft_is_a_mean_over_the_tokens_of_good_answers(monkeypatch, tmp_path):
+    """The answers of rows that are good, of rows without a label, and of pairs."""
     def slow_loss(policy, rows, *_):
-        assert [(row.prompt, row.chosen) for row in rows] == drawn[3::4]
-        assert [(row.whole_prompt, row.rejected) for row in rows] == drawn[1::4]
-        assert all(y[-1] in stops or len(y) == 6 for _, y in drawn) and len({y[-1] for _, y in drawn} & {*stops}) > 1
-        return of_pairs(plain, reference)(policy, rows)
-
-    order = module.rows_in_order  # as if a token spanned the end of each prompt
-    monkeypatch.setattr(module, "rows_in_order", lambda *args: [row._replace(prompt=(9,)) for row in order(*args)])
-    monkeypatch.setattr(module, "generate", watched_generate)
-    monkeypatch.setattr(module, "score_answers", lambda score, rows, *_: [0.5, 0.0, nan, 1.0] * (len(rows) // 4))
-    losses = watch(monkeypatch, "iterative_dpo", slow_loss)
-    run("iterative_dpo", model=model_with_many_ends(), beta=0.3, max_new_tokens=6, ref="swap", sync_reference=2,
-        score=f"{ROOT}/demo/score.py:success")
-    assert [abs(loss - log(2)) < 1e-5 for loss, _ in losses] == [True, False, True]
-
-
-def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
-    def score(model, ids):
-        return model(tensor([ids])).logits[0, 0]
-
-    def slow_loss(model, rows, *_):
-        margins = [score(model, row.prompt + row.chosen) - score(model, row.prompt + row.rejected) for row in rows]
-        return sum(map(dpo_loss, margins)) / len(rows)
-
-    losses = watch(monkeypatch, "reward_model", slow_loss)
-    assert re.search(r"`rloo\.py --reward_model (\S+)/model`.* --out \1`", TABLE["reward_model"])
-    _, args = run("reward_model", steps=2, samples=64)  # it can write no answers
-    judge = rloo.load_reward_model(f"{args.out}/model", "cpu", rloo.Args())
-
-    rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args(score="keeps the columns"))
-    prompts, answers = ([row.columns[name] for row in rows] for name in ("prompt", "chosen"))
-    model = AutoModelForSequenceClassification.from_pretrained(f"{args.out}/model")
-    expected = [score(model, row.prompt + row.chosen).item() for row in rows]
-    assert judge(prompts, answers, [True] * 12) == pytest.approx(expected, abs=1e-5) and len(losses) == 2
-
-
-def test_sft_is_a_mean_over_tokens(monkeypatch):
-    def slow_loss(policy, rows, *_):
+        assert sorted(TOKENIZER.decode(row.completion[:-1]) for row in rows) == ["a", "c", "longer"]
         return -torch.cat(logps(policy, [(row.prompt, row.completion) for row in rows])).mean()
 
+    rows = [
+        dict(completion="a"), dict(completion="b", label=False), dict(completion="longer", label=True),
+        dict(chosen="c", rejected="d")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row | dict(prompt="?")) + "\n" for row in rows))
     losses = watch(monkeypatch, "sft", slow_loss)
-    monkeypatch.setattr(changed("sft"), "Swap", None)
-    run("sft", steps=2)
+    monkeypatch.setattr(changed("sft"), "ReferenceCache", None)
+    run("sft", data=str(path), eval_data=str(path), steps=2, tokens_per_forward=10)
     assert len(losses) == 2
-
-
-def test_sft_leaves_out_undesirable_answers(tmp_path):
-    rows = [dict(completion="a"), dict(completion="b", label=False), dict(chosen="c", rejected="d")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | dict(prompt="?")) + "\n" for row in rows))
-    rows = changed("sft").load_rows(f"{tmp_path}/rows.jsonl", TOKENIZER, changed("sft").Args())
-    assert [TOKENIZER.decode(row.completion[:-1]) for row in rows] == ["a", "c"]
