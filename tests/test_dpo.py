@@ -2,7 +2,6 @@
 import gc
 import json
 import math
-import re
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -59,8 +58,8 @@ def test_files_of_a_finished_run(run):
     assert min(line[name] for line in lines[1:] for name in ("seconds", "tokens_per_second")) > 0
     assert [(line["step"], "eval_loss" in line) for line in lines] == [(0, True), (1, False), (2, True), (3, True)]
     prompts = [TOKENIZER.decode(row.whole_prompt) for row in load_rows(first.args.eval_data, TOKENIZER, first.args)[:2]]
-    samples = [(sample["step"], sample["prompt"]) for sample in read(first.out / "samples.jsonl")]
-    assert samples == [(step, prompt) for step in (0, 2, 3) for prompt in prompts]
+    samples = [(sample["step"], sample["prompt"], sample["score"]) for sample in read(first.out / "samples.jsonl")]
+    assert samples == [(step, prompt, None) for step in (0, 2, 3) for prompt in prompts]
     assert AutoModelForCausalLM.from_pretrained(first.model).config._attn_implementation == "sdpa"
     assert AutoTokenizer.from_pretrained(first.model).chat_template == TOKENIZER.chat_template
     written = json.loads((first.out / "args.json").read_text())
@@ -318,6 +317,15 @@ def test_answers_that_differ_and_that_end_are_counted(tmp_path, monkeypatch, ans
 def test_what_is_no_list_of_numbers_is_refused(tmp_path, value):
     with bad_input("score.py:rate returned .*: expected 2 numbers or None"):
         sampled(tmp_path, f"return {value!r}")
+
+
+def test_prompts_without_room_for_an_answer_get_none(tmp_path, capsys):
+    """The model has 256 positions."""
+    rows = [dpo.Row((), (4,), (5,), (0, 0), (9,) * n, {}) for n in (5, 6)]
+    assert write_samples(load(), TOKENIZER, rows, None, 0, tmp_path, Args(samples=2, max_new_tokens=251))
+    assert len(read(tmp_path / "samples.jsonl")) == 1
+    assert write_samples(load(), TOKENIZER, rows, None, 0, tmp_path, Args(samples=2, max_new_tokens=252)) == {}
+    assert "no held-out prompt leaves room for 252 tokens" in capsys.readouterr().out
 
 
 def test_one_answer_for_each_whole_prompt(tmp_path):

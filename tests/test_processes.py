@@ -15,11 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import GROUPS, bad_input, equal, flat, make, parametrize
-from runs import FOLDER, SCRIPTS, arguments, needs_peft, tiny, weights_of, without_speed
+from runs import SCRIPTS, arguments, needs_peft, tiny, weights_of, without_speed
 
 import dpo
 import refcache
-import rloo
 from refcache import BadInput, ReferenceCache, completion_logprobs, micro_batches
 
 UNEVEN = dict(batch_size=5, steps=3, tokens_per_forward=150, max_new_tokens=6)  # unequal forwards
