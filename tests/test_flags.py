@@ -71,13 +71,6 @@ def test_paths_are_absolute(script, monkeypatch, tmp_path):
         assert found == f"{tmp_path}/{value.removeprefix('~/')}"
 
 
-@EACH
-@parametrize("flag", ["model", "data", "eval_data", "ref_model"])
-def test_paths_to_nothing_are_refused_before_the_hub_is_asked(script, flag):
-    with bad_input("^./nothing does not exist"):
-        resolve(script, **{flag: "./nothing"})
-
-
 @parametrize("flags, words", [
     (dict(data=None), "^give both --model and --data, or neither for the demo$"), (dict(lora_alpha=8.0), "--lora_r"),
     (dict(label_smoothing=0.4, loss=("ipo",)), "--label_smoothing"), (dict(lora_target=("q_proj",)), "--lora_r"),
