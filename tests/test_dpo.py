@@ -4,6 +4,7 @@ import json
 import math
 import weakref
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,11 +95,11 @@ def test_memory_flags_change_memory_only(run, script, tokens):
 
 def test_rpo_takes_the_rewards_of_the_data(tmp_path):
     """At the reference rpo_sq is (η (r_w − r_l))²; without the columns it is refused."""
-    rewards = [dict(chosen_reward=i, rejected_reward=-0.5) for i in range(3)]
-    lines = [json.dumps(row | more) for row, more in zip(read(data("dpo")[1]), rewards)]
-    (tmp_path / "rewarded.jsonl").write_text("\n".join(lines))
+    file = tmp_path / "rewarded.jsonl"
+    rows = [row | dict(chosen_reward=i, rejected_reward=-0.5) for i, row in enumerate(read(data("dpo")[1]))]
+    file.write_text("\n".join(map(json.dumps, rows)))
     flags = dict(loss=("rpo_sq",), rpo_eta=0.5, steps=1)
-    first, _ = dpo.main(arguments(**flags, data=f"{tmp_path}/rewarded.jsonl", eval_data=f"{tmp_path}/rewarded.jsonl"))
+    first, _ = dpo.main(arguments(**flags, data=str(file), eval_data=str(file)))
     assert first["eval_loss"] == pytest.approx((0.25 ** 2 + 0.75 ** 2 + 1.25 ** 2) / 3, abs=1e-5)
     with bad_input("needs numbers in chosen_reward and rejected_reward"):
         dpo.main(arguments(**flags))
@@ -106,23 +107,20 @@ def test_rpo_takes_the_rewards_of_the_data(tmp_path):
 
 @EACH
 def test_report_shows_answers_and_metrics_before_and_now(script, tmp_path, capsys):
-    """Metrics that are no numbers are printed as they are."""
+    """Metrics that are no numbers are printed as they are, and of a long prompt its end."""
     metrics = dict(step=0, a="low", b=None, c=1.5), dict(step=1, d=0), dict(step=2, a=[1], b=2, c=-0.25)
     samples = []
-    for step, text in (0, "old"), (1, "other"), (2, "new"):
-        for prompt in ("a" + "b" * 79, "a" + "b" * 80, "c", "d"):
-            message = prompt if script != "rloo" else [{"role": "user", "content": prompt}]
-            samples.append(dict(step=step, prompt=message, completion=text + prompt[:1], held_out=True, reward=0))
-    samples.insert(4, samples[4] | dict(held_out=False)) if script == "rloo" else None
+    for step, prompt in product(range(3), ("p" * 80, "q" * 81, "r", "s")):
+        message = [{"role": "user", "content": prompt}] if script == "rloo" else prompt
+        samples.append(dict(step=step, prompt=message, completion=f"{prompt[0]}{step}", held_out=True))
     for name, lines in ("metrics", metrics), ("samples", samples):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
     assert SCRIPTS[script].report(tmp_path) == list(metrics)
-    shown = capsys.readouterr().out
-    answers = "".join(f"prompt  {prompt!r}\nbefore  'old{letter}'\nnow     'new{letter}'\n" for prompt, letter in (
-        ("a" + "b" * 79, "a"), ("…" + "b" * 79, "a"), ("c", "c")))
-    assert shown.startswith(answers)
-    rows = [line.split() for line in shown.removeprefix(answers).splitlines()[1:-1]]
-    assert rows == [["a", "low", "[1]"], ["b", "None", "2.000"], ["c", "1.500", "-0.250"]]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    shown = zip(("p" * 80, "…" + "q" * 79, "r"), "pqr")
+    assert lines[:9] == [words for prompt, x in shown for words in (
+        ["prompt", repr(prompt)], ["before", f"'{x}0'"], ["now", f"'{x}2'"])]
+    assert lines[10:13] == [["a", "low", "[1]"], ["b", "None", "2.000"], ["c", "1.500", "-0.250"]]
 
 
 @EACH

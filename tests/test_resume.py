@@ -187,13 +187,12 @@ def test_weight_without_a_gradient_gets_no_state(tmp_path):
     for log in dpo.LOGS:
         (tmp_path / log).touch()
     dpo.save_checkpoint(tmp_path, 1, policy, optimizer)
-    state = {i: dict(values) for i, values in optimizer.state_dict()["state"].items() if values}
+    state = optimizer.state[policy[0].weight]
 
     resumed = deepcopy(policy)
     optimizer = torch.optim.AdamW(resumed.parameters())
     assert dpo.restore_checkpoint(tmp_path, {"wandb": False}, resumed, optimizer) == 1
-    found = {i: values for i, values in optimizer.state_dict()["state"].items() if values}
-    assert found.keys() == state.keys() == {0, 1} and all(equal(found[i], state[i]) for i in state)
+    assert equal(optimizer.state[resumed[0].weight], state) and not optimizer.state[resumed[1].weight]
     assert equal(resumed.state_dict(), policy.state_dict())
 
 
@@ -336,10 +335,12 @@ def test_folder_of_a_finished_or_a_running_run_is_refused(tmp_path):
 def test_ctrl_c_says_where_the_run_continues(script, tmp_path, monkeypatch):
     args = arguments(script, out=str(tmp_path), save_every=1)
     rate = SCRIPTS[script].learning_rate
-    monkeypatch.setattr(SCRIPTS[script], "learning_rate", lambda step, *rest: rate(step, *rest) if step < 3 else stop())
 
-    def stop():
-        raise KeyboardInterrupt
+    def interrupt(step, *rest):
+        if step == 3:
+            raise KeyboardInterrupt
+        return rate(step, *rest)
 
+    monkeypatch.setattr(SCRIPTS[script], "learning_rate", interrupt)
     with pytest.raises(KeyboardInterrupt, match="^stopped: the same command continues after step 2$"):
         SCRIPTS[script].main(args)
