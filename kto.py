@@ -56,7 +56,8 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import tyro
 from filelock import FileLock, Timeout
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions, get_model_state_dict, get_optimizer_state_dict)
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -290,10 +291,13 @@ def train(args: Args, out: Path) -> list[dict]:
     steps = args.steps
     if steps == -1:
         steps = math.ceil(args.epochs * len(train_rows) / batch_size)
+    if args.warmup > max(1, steps):
+        raise BadInput(f"--warmup {args.warmup:g}: the run has only {steps} steps")
     ordered_rows = rows_in_order(train_rows, steps * batch_size, args.seed)
     print(f"{steps} steps of {batch_size} rows, lr {args.lr:g}, reference: {args.ref}")
 
     run = describe_run(train_rows, eval_rows, args)
+    check_folder(out, run)  # before anything that takes long
     score = None
     if args.score and is_first_process():
         file, _, name = args.score.rpartition(":")
@@ -385,8 +389,6 @@ def rows_in_order(rows: list[Row], n: int, seed: int) -> list[Row]:
 def learning_rate(step: int, steps: int, args: Args) -> float:
     """Linear warmup to --lr, then constant, or falling to 0 at steps + 1."""
     warmup_steps = round(args.warmup * steps) if args.warmup < 1 else args.warmup
-    if warmup_steps > steps:
-        raise BadInput(f"--warmup {args.warmup:g}: the run has only {steps} steps")
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
     remaining = (steps - step + 1) / (steps - warmup_steps)
@@ -410,11 +412,11 @@ def resolve(args: Args) -> Args:
     args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
     args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
     args.ref_cache, args.score = absolute(args.ref_cache), absolute(args.score)
-    out, n = absolute(args.out or "out/kto"), 1
+    out, n = args.out or "out/kto", 1
     while args.out is None and Path(out, "model").exists():
         n += 1
-        out = absolute(f"out/kto-{n}")
-    args.out = out
+        out = f"out/kto-{n}"
+    args.out = absolute(out)
     if Path(args.out, "model").exists():
         raise BadInput(f"{args.out} holds a finished run: name another --out")
 
@@ -699,8 +701,9 @@ def template_of(columns: dict, tokenizer, args: Args):
 
 def drops_text(rendered: str, messages: list[dict]) -> bool:
     """Whether a text of these messages is missing in what the template has written."""
-    written = letters_of(rendered)
-    return any(letters_of(text) not in written for text in texts_in(messages))
+    noise = re.compile(r"\\[nrt]|\W")  # what a template changes when it strips a text or writes it as JSON
+    written = noise.sub("", rendered)
+    return any(noise.sub("", text) not in written for text in texts_in(messages))
 
 
 def split_prompt(columns: dict) -> tuple:
@@ -733,21 +736,19 @@ def read_text(columns: dict, name: str) -> str | list[dict]:
     """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is empty."""
     if name not in columns:
         raise ValueError(f"has no column {name!r}: it has {', '.join(columns)}")
-    text = without_nulls(columns[name]) or ""
+    text = without_nulls(columns[name]) or ""  # a copy
     if isinstance(text, str):
         return text
 
-    messages = []
-    for message in text if isinstance(text, list) else [text]:
-        if not isinstance(text, list) or not isinstance(message, dict) or "role" not in message:
-            raise ValueError(f"{name} is {text!r:.99}: expected a string, or a list of messages with a role")
+    if not isinstance(text, list) or any("role" not in message for message in text):
+        raise ValueError(f"{name} is {text!r:.99}: expected a string, or a list of messages with a role")
+    for message in text:
         parts = message.get("content")
         if isinstance(parts, list):
             if any(part.get("type", "text") != "text" for part in parts):
                 raise ValueError(f"{name} has {parts!r:.99}: expected only parts of type text")
-            message = message | {"content": "".join(part["text"] for part in parts)}
-        messages.append(message)
-    return messages
+            message["content"] = "".join(part["text"] for part in parts)
+    return text
 
 
 def texts_in(value) -> list[str]:
@@ -757,11 +758,6 @@ def texts_in(value) -> list[str]:
     if isinstance(value, list):
         return list(chain(*map(texts_in, value)))
     return [value] if isinstance(value, str) else []
-
-
-def letters_of(text: str) -> str:
-    """Without what a template changes when it strips a text or writes it as JSON."""
-    return re.sub(r"\\[nrt]|\W", "", text)
 
 
 def without_nulls(value):
@@ -899,6 +895,18 @@ def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dic
     return run
 
 
+def check_folder(out: Path, run: dict):
+    """Refuses a folder that holds another run, or logs of another program."""
+    file = out / "args.json"
+    if file.exists():
+        saved = json.loads(file.read_text())
+        differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
+        if differing:
+            raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
+    elif any((out / log).exists() for log in LOGS):
+        raise BadInput(f"{out} has logs, but not of a run of this script: name another --out")
+
+
 def training_state(policy, optimizer) -> dict:
     """What a step changes: weights and their optimizer state, in place. A number, such as the step that some
     optimizers count, becomes a tensor."""
@@ -933,26 +941,10 @@ def save_checkpoint(out: Path, step: int, policy, optimizer):
 
 
 def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
-    """Refuses a folder that is not this run's. Restores its newest checkpoint, cuts the logs to its step, and
-    returns it, or 0."""
-    file = out / "args.json"
-    has_logs = any((out / log).exists() for log in LOGS)  # before file.exists(): args.json comes first
-    if file.exists():
-        saved = json.loads(file.read_text())
-        differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
-        if differing:
-            raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
-    elif has_logs:
-        raise BadInput(f"{out} has logs, but not of a run of this script: name another --out")
-
+    """Restores the newest checkpoint, and cuts the logs to its step. Returns it, or 0."""
     step = max(checkpoints(out), default=0)
     if step:
-        # A step with gradients of 0 creates the optimizer's state. The checkpoint overwrites what it changes.
-        for weight in policy.parameters():
-            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
-        optimizer.step()
-        optimizer.zero_grad()
-
+        get_optimizer_state_dict(policy, optimizer)  # creates the optimizer's state, for dcp.load to fill in
         reader = dcp.HuggingFaceStorageReader(out / f"resume-{step}")
         saved_names = reader.read_metadata().state_dict_metadata.keys()
         state = training_state(policy, optimizer)
@@ -969,7 +961,7 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
         print(f"resumes after step {step}")
 
     if is_first_process():
-        write_whole(file, [json.dumps(run, indent=1).encode()])
+        write_whole(out / "args.json", [json.dumps(run, indent=1).encode()])
         for log in LOGS:  # the lines of later steps will be written again
             lines = (out / log).read_bytes().splitlines(keepends=True) if step else []
             kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]

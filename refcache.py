@@ -305,9 +305,8 @@ def unwrap_model(model):
 def context_length(config) -> float:
     """Tokens of the longest row whose log-probs do not depend on what else is in the batch."""
     config = config.get_text_config()
-    bounds = [getattr(config, "max_position_embeddings", None)]
-    for name in ("index_topk", "keep_window_size"):  # longer rows are sparse
-        bounds.append(getattr(config, name, None))
+    names = ("max_position_embeddings", "index_topk", "keep_window_size")  # longer rows are sparse
+    bounds = [getattr(config, name, None) for name in names]
 
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):  # of the model, or of each type of layer
@@ -648,7 +647,7 @@ def enable_shared_prompts(model) -> bool:
         check_exact(core, lay_out_shared)
         result = "completions share their prompt"
     except Exception as cause:  # no such keyword, no sdpa, another mask
-        if has_begun and hasattr(core, "reset_iter_state"):  # FSDP's, from torch 2.13 on, after half a forward
+        if has_begun and hasattr(core, "reset_iter_state"):  # of torch 2.13: after half a forward
             core.reset_iter_state()
         core.set_attn_implementation(attention)
         check_exact(core, lay_out_padded)
