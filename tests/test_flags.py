@@ -95,11 +95,14 @@ def test_folder_without_out_goes_on_or_is_the_next(script, monkeypatch, tmp_path
 
 @EACH
 def test_functions_of_a_user_may_start_a_process_pool(script, tmp_path):
+    """And import files that lie beside theirs."""
+    (tmp_path / "beside.py").write_text("SCALE = 100")
     (tmp_path / "pooled.py").write_text("""
 from concurrent.futures import ProcessPoolExecutor
+from beside import SCALE
 
 def check(completion):
-    return len(str(completion)) / 100
+    return len(str(completion)) / SCALE
 
 def rate(completions, **columns):
     with ProcessPoolExecutor(1) as pool:
@@ -107,6 +110,7 @@ def rate(completions, **columns):
 """)
     spec = f"{tmp_path}/pooled.py:rate"
     where = dict(reward=(spec,)) if script == "rloo" else dict(score=spec, samples=2)
+    sys.modules.pop("beside", None)
     first, _ = SCRIPTS[script].main(arguments(script, steps=1, max_new_tokens=2, **where))
     assert first["eval_reward" if script == "rloo" else "eval_score"] > 0
 

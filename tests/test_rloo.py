@@ -187,14 +187,6 @@ def test_what_is_no_list_of_numbers_is_refused(value):
         score((lambda **columns: [0.0] * 4, 1.0), (lambda **columns: value, 1.0))
 
 
-def test_constant_rewards_change_nothing(rolled):
-    """Adam would make a whole step of a rounding error."""
-    still = rolled(reward=(f"{FILE}:constant",), beta=0.05, tokens_per_forward=200)
-    assert [values["grad_norm"] for values in still.history[1:]] == [0, 0]
-    assert [values["kl"] for values in still.history[1:]] == [0, 0]
-    assert distance(still, SimpleNamespace(weights=weights_of(MODEL))) == 0
-
-
 def test_step_without_any_reward_trains_nothing(rolled):
     """Neither does Adam's momentum."""
     one, two = (rolled(reward=(f"{FILE}:silent_at_step_2",), steps=steps, schedule="constant") for steps in (1, 2))
