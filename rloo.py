@@ -102,7 +102,7 @@ class Args:
     max_length: int = 1024  # tokens of a prompt; longer ones are dropped and counted
     out: str | None = None  # folder of the run; None: out/rloo, or out/rloo-2 if that is finished
 
-    reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; the values of several functions are summed
+    reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed: rewards.py:right rewards.py:short
     reward_model: str | None = None  # classifier with one output: folder or hub name
     reward_weights: tuple[float, ...] = ()  # weights of the functions, then of the model; empty: all are 1
 

@@ -52,7 +52,7 @@ def test_swap_of_another_model_is_refused(script):
 @EACH
 def test_warmup_longer_than_the_run_is_refused(script):
     with bad_input("--warmup 3: the run has only 2 steps"):
-        SCRIPTS[script].learning_rate(1, 2, arguments(script, warmup=3))
+        SCRIPTS[script].main(arguments(script, warmup=3, steps=2))
 
 
 @EACH
