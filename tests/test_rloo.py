@@ -308,19 +308,20 @@ def test_memory_flags_change_no_sample_and_no_result(rolled):
 
 def test_files_hold_the_samples_and_metrics_of_the_run(rolled):
     one = rolled(steps=3, eval_every=2)
-    written = read(one.out / "samples.jsonl")
     assert without_speed(read(one.out / "metrics.jsonl")) == one.history
     assert ["eval_reward" in values for values in one.history] == [True, False, True, True]
-    assert [line["step"] for line in written if line["held_out"]] == [0] * 3 + [2] * 3 + [3] * 3
-    rows = rows_in_order(read(data("rloo")[0]), 3 * 4, 0)
-    for step, drawn in enumerate(one.steps, 1):
-        texts = [TOKENIZER.decode(y, skip_special_tokens=True) for _, group in drawn.groups for y in group]
-        prompts = [row["prompt"] for row in rows[4 * step - 4:4 * step] for _ in range(4)]
-        lines = [line for line in written if line["step"] == step and not line["held_out"]]
-        assert [(line["prompt"], line["completion"]) for line in lines] == list(zip(prompts, texts))
-        rewards = [vowels(text) for text in texts]
-        assert [line["reward"] for line in lines] == pytest.approx(rewards)
-        assert one.history[step]["reward"] == one.history[step]["rewards/vowels"] == pytest.approx(np.mean(rewards))
+    lines = read(one.out / "samples.jsonl")
+    assert [line["step"] for line in lines if line["held_out"]] == [0] * 3 + [2] * 3 + [3] * 3
+
+    rows = rows_in_order(read(data("rloo")[0]), 12, 0)
+    texts = [TOKENIZER.decode(y, skip_special_tokens=True) for step in one.steps for _, ys in step.groups for y in ys]
+    rewards = [vowels(text) for text in texts]
+    trained = [line for line in lines if not line["held_out"]]
+    for i, (line, text, reward) in enumerate(zip(trained, texts, rewards, strict=True)):
+        assert line == dict(step=1 + i // 16, held_out=False, prompt=rows[i // 4]["prompt"], completion=text,
+                            reward=pytest.approx(reward))
+    for values, mean in zip(one.history[1:], np.reshape(rewards, (3, 16)).mean(axis=1), strict=True):
+        assert values["reward"] == values["rewards/vowels"] == pytest.approx(mean)
 
 
 def test_metrics_by_hand():
