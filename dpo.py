@@ -437,6 +437,8 @@ def resolve(args: Args) -> Args:
     args.out = absolute(out)
     if Path(args.out, "model").exists():
         raise BadInput(f"{args.out} holds a finished run: name another --out")
+    if args.score and not Path(args.score.rpartition(":")[0]).is_file():
+        raise BadInput(f"--score {args.score}: expected FILE.py:FUNCTION, and a file that exists")
 
     is_adapter = find_path(base_of(args.model)) != args.model
     if args.lora_r and is_adapter:
@@ -458,7 +460,9 @@ def resolve(args: Args) -> Args:
     if len(args.loss_weights) not in (0, len(args.loss)):
         raise BadInput("give one of --loss_weights for each --loss, or none")
 
-    # Values that would turn learning off, or around.
+    # Values that would turn learning off, or around, or stop the run late.
+    if args.batch_size < 1 or args.max_new_tokens < 1:
+        raise BadInput("--batch_size and --max_new_tokens must be at least 1")
     if args.label_smoothing and ("sigmoid" not in args.loss or not 0 < args.label_smoothing < 0.5):
         raise BadInput("--label_smoothing is for --loss sigmoid, and below 0.5")
     if not (args.lr > 0 and args.beta > 0 and args.epochs > 0):  # `not >` also catches NaN
@@ -492,7 +496,7 @@ def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Pat
     row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
     rows = list(row_of_prompt.values())[:args.samples]
     if not rows:
-        print(f"no held-out prompt leaves room for {args.max_new_tokens} tokens: no samples, no score")
+        print(f"no held-out prompt with room for {args.max_new_tokens} tokens: no samples, no score")
         return {}
 
     prompts = [row.whole_prompt for row in rows]

@@ -419,6 +419,8 @@ def resolve(args: Args) -> Args:
     args.out = absolute(out)
     if Path(args.out, "model").exists():
         raise BadInput(f"{args.out} holds a finished run: name another --out")
+    if args.score and not Path(args.score.rpartition(":")[0]).is_file():
+        raise BadInput(f"--score {args.score}: expected FILE.py:FUNCTION, and a file that exists")
 
     is_adapter = find_path(base_of(args.model)) != args.model
     if args.lora_r and is_adapter:
@@ -435,7 +437,9 @@ def resolve(args: Args) -> Args:
 
     if args.ref == "swap" and args.ref_model != args.model:
         raise BadInput("--ref swap holds the policy's own start: with --ref_model choose cache or live")
-    # Values that would turn learning off, or around.
+    # Values that would turn learning off, or around, or stop the run late.
+    if args.batch_size < 1 or args.max_new_tokens < 1:
+        raise BadInput("--batch_size and --max_new_tokens must be at least 1")
     if not (args.lr > 0 and args.beta > 0 and args.epochs > 0):  # `not >` also catches NaN
         raise BadInput(f"--lr {args.lr:g}, --beta {args.beta:g}, --epochs {args.epochs:g}: must be above 0")
     if args.lora_r == 0:
@@ -467,7 +471,7 @@ def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Pat
     row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
     rows = list(row_of_prompt.values())[:args.samples]
     if not rows:
-        print(f"no held-out prompt leaves room for {args.max_new_tokens} tokens: no samples, no score")
+        print(f"no held-out prompt with room for {args.max_new_tokens} tokens: no samples, no score")
         return {}
 
     prompts = [row.whole_prompt for row in rows]
