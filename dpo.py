@@ -425,6 +425,8 @@ def resolve(args: Args) -> Args:
     args = replace(args, **unset)
     if not (args.model and args.data):
         raise BadInput("give both --model and --data, or neither for the demo")
+    if args.batch_size < 1 or args.max_new_tokens < 1:
+        raise BadInput("--batch_size and --max_new_tokens must be at least 1")
 
     # Absolute paths: a user's function may change the working directory.
     args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
@@ -460,9 +462,7 @@ def resolve(args: Args) -> Args:
     if len(args.loss_weights) not in (0, len(args.loss)):
         raise BadInput("give one of --loss_weights for each --loss, or none")
 
-    # Values that would turn learning off, or around, or stop the run late.
-    if args.batch_size < 1 or args.max_new_tokens < 1:
-        raise BadInput("--batch_size and --max_new_tokens must be at least 1")
+    # Values that would turn learning off, or around.
     if args.label_smoothing and ("sigmoid" not in args.loss or not 0 < args.label_smoothing < 0.5):
         raise BadInput("--label_smoothing is for --loss sigmoid, and below 0.5")
     if not (args.lr > 0 and args.beta > 0 and args.epochs > 0):  # `not >` also catches NaN

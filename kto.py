@@ -407,6 +407,8 @@ def resolve(args: Args) -> Args:
     args = replace(args, **unset)
     if not (args.model and args.data):
         raise BadInput("give both --model and --data, or neither for the demo")
+    if args.batch_size < 1 or args.max_new_tokens < 1:
+        raise BadInput("--batch_size and --max_new_tokens must be at least 1")
 
     # Absolute paths: a user's function may change the working directory.
     args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
@@ -437,9 +439,7 @@ def resolve(args: Args) -> Args:
 
     if args.ref == "swap" and args.ref_model != args.model:
         raise BadInput("--ref swap holds the policy's own start: with --ref_model choose cache or live")
-    # Values that would turn learning off, or around, or stop the run late.
-    if args.batch_size < 1 or args.max_new_tokens < 1:
-        raise BadInput("--batch_size and --max_new_tokens must be at least 1")
+    # Values that would turn learning off, or around.
     if not (args.lr > 0 and args.beta > 0 and args.epochs > 0):  # `not >` also catches NaN
         raise BadInput(f"--lr {args.lr:g}, --beta {args.beta:g}, --epochs {args.epochs:g}: must be above 0")
     if args.lora_r == 0:

@@ -296,7 +296,7 @@ def test_score_is_tried_before_the_reference_pass(script, monkeypatch):
     monkeypatch.setattr(SCRIPTS[script], "load_module", lambda file: module)
     monkeypatch.setattr(ReferenceCache, "fill", None)
     with pytest.raises(ZeroDivisionError):
-        SCRIPTS[script].main(arguments(script, score=f"{ROOT}/demo/score.py:rate"))
+        SCRIPTS[script].main(arguments(script, score=f"{Path(dpo.__file__).parent}/demo/score.py:rate"))
     first, *_ = read(data(script)[1])
     (columns,), ((answer,),) = calls, calls[0]["completions"]
     assert columns["prompts"] == [first["prompt"]]
