@@ -407,6 +407,8 @@ def resolve(args: Args) -> Args:
     args = replace(args, **unset)
     if not (args.model and args.data):
         raise BadInput("give both --model and --data, or neither for the demo")
+    if args.batch_size < 1 or args.max_new_tokens < 1:
+        raise BadInput("--batch_size and --max_new_tokens must be at least 1")
 
     # Absolute paths: a user's function may change the working directory.
     args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
@@ -419,6 +421,8 @@ def resolve(args: Args) -> Args:
     args.out = absolute(out)
     if Path(args.out, "model").exists():
         raise BadInput(f"{args.out} holds a finished run: name another --out")
+    if args.score and not Path(args.score.rpartition(":")[0]).is_file():
+        raise BadInput(f"--score {args.score}: expected FILE.py:FUNCTION, and a file that exists")
 
     is_adapter = find_path(base_of(args.model)) != args.model
     if args.lora_r and is_adapter:
@@ -467,7 +471,7 @@ def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Pat
     row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
     rows = list(row_of_prompt.values())[:args.samples]
     if not rows:
-        print(f"no held-out prompt leaves room for {args.max_new_tokens} tokens: no samples, no score")
+        print(f"no held-out prompt with room for {args.max_new_tokens} tokens: no samples, no score")
         return {}
 
     prompts = [row.whole_prompt for row in rows]

@@ -469,14 +469,17 @@ def resolve(args: Args) -> Args:
         args.lr = 1e-5 if args.lora_r or is_adapter else 1e-6
 
     n_rewards = len(args.reward) + bool(args.reward_model)
+    for spec in args.reward:
+        if not Path(spec.rpartition(":")[0]).is_file():
+            raise BadInput(f"--reward {spec}: expected FILE.py:FUNCTION, and a file that exists")
     if n_rewards == 0 or len(args.reward_weights) not in (0, n_rewards):
         raise BadInput("give --reward or --reward_model, and one of --reward_weights for each or none")
     if args.ref == "swap" and args.ref_model != args.model:
         raise BadInput("--ref swap holds the policy's own start: with --ref_model choose live")
 
     # Values that would turn learning off, or around.
-    if args.k < 2 or args.updates_per_rollout < 1:
-        raise BadInput("--k must be at least 2, for the baseline; --updates_per_rollout at least 1")
+    if args.k < 2 or min(args.updates_per_rollout, args.batch_size, args.max_new_tokens) < 1:
+        raise BadInput("--k must be at least 2; --updates_per_rollout, --batch_size, --max_new_tokens 1")
     if args.lora_r == 0:
         raise BadInput("--lora_r 0: at least 1; leave it out to train all weights")
     if not (args.lr > 0 and args.temperature > 0 and args.epochs > 0):  # `not >` also catches NaN
@@ -486,6 +489,8 @@ def resolve(args: Args) -> Args:
 
     context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
     args.max_length = min(args.max_length, context - args.max_new_tokens)
+    if args.max_length < 1:
+        raise BadInput(f"--max_new_tokens {args.max_new_tokens}: the model has {context} positions")
     return args
 
 

@@ -296,7 +296,7 @@ def test_score_is_tried_before_the_reference_pass(script, monkeypatch):
     monkeypatch.setattr(SCRIPTS[script], "load_module", lambda file: module)
     monkeypatch.setattr(ReferenceCache, "fill", None)
     with pytest.raises(ZeroDivisionError):
-        SCRIPTS[script].main(arguments(script, score="FILE:rate"))
+        SCRIPTS[script].main(arguments(script, score=f"{Path(dpo.__file__).parent}/demo/score.py:rate"))
     first, *_ = read(data(script)[1])
     (columns,), ((answer,),) = calls, calls[0]["completions"]
     assert columns["prompts"] == [first["prompt"]]
@@ -323,7 +323,7 @@ def test_prompts_without_room_for_an_answer_get_none(tmp_path, capsys):
     assert write_samples(load(), TOKENIZER, rows, None, 0, tmp_path, Args(samples=2, max_new_tokens=251))
     assert len(read(tmp_path / "samples.jsonl")) == 1
     assert write_samples(load(), TOKENIZER, rows, None, 0, tmp_path, Args(samples=2, max_new_tokens=252)) == {}
-    assert "no held-out prompt leaves room for 252 tokens" in capsys.readouterr().out
+    assert "no held-out prompt with room for 252 tokens" in capsys.readouterr().out
 
 
 def test_one_answer_for_each_whole_prompt(tmp_path):

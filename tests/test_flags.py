@@ -62,6 +62,7 @@ def test_paths_are_absolute(script, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copytree(tiny(), "model")
     Path("rows.jsonl").touch()
+    Path("score.py").touch()
     flags = dict(model="model", data="~/rows.jsonl", eval_data="rows.jsonl", out="~/run")
     flags |= dict(reward=("score.py:f",)) if script == "rloo" else dict(ref_cache="~/c.pkl", score="score.py:f")
     args = resolve(script, **flags)
@@ -74,7 +75,8 @@ def test_paths_are_absolute(script, monkeypatch, tmp_path):
 @parametrize("flags, words", [
     (dict(data=None), "^give both --model and --data, or neither for the demo$"), (dict(lora_alpha=8.0), "--lora_r"),
     (dict(label_smoothing=0.4, loss=("ipo",)), "--label_smoothing"), (dict(lora_target=("q_proj",)), "--lora_r"),
-    (dict(loss=("sigmoid", "sft"), loss_weights=(1.0,)), "--loss_weights")])
+    (dict(loss=("sigmoid", "sft"), loss_weights=(1.0,)), "--loss_weights"), (dict(batch_size=0), "--batch_size"),
+    (dict(score="score.py"), "expected FILE.py:FUNCTION"), (dict(score="nothing.py:f"), "a file that exists")])
 def test_flags_that_contradict_each_other_are_refused(flags, words):
     with bad_input(words):
         resolve("dpo", **flags)

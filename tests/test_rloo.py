@@ -196,7 +196,8 @@ def test_step_without_any_reward_trains_nothing(rolled):
 
 @parametrize("changes, words", [
     (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 1.0)), "--reward_weights"),
-    (dict(max_new_tokens=256), "too few rows")])
+    (dict(max_new_tokens=256), "the model has 256 positions"),
+    (dict(reward=("nothing.py:f",)), "expected FILE.py:FUNCTION")])
 def test_misuse_is_refused(changes, words):
     with bad_input(words):
         main(arguments("rloo", **FLAGS | changes))
