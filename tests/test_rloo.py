@@ -351,6 +351,14 @@ def test_sampling_logp_difference(monkeypatch):
     assert mean * values["completions/mean_length"] * 16 == pytest.approx(0.02, abs=1e-3)
 
 
+def test_lr_zero_changes_no_weight_and_no_held_out_sample(rolled):
+    """Each evaluation uses the same random numbers."""
+    one = rolled(lr=1e-30)
+    assert distance(one, SimpleNamespace(weights=weights_of(MODEL))) == 0
+    lines = [line["completion"] for line in read(one.out / "samples.jsonl") if line["held_out"]]
+    assert lines[:3] == lines[3:] and len(set(lines)) > 1
+
+
 def test_steps_0_only_evaluates(rolled):
     none = rolled(steps=0)
     assert [values["step"] for values in none.history] == [0]
