@@ -177,6 +177,7 @@ def preference_loss(name: str, batch: Batch, args: Args) -> torch.Tensor:
             return -(1 - eps) * log_sigma(margin) - eps * log_sigma(-margin)
         case "ipo":  # arXiv:2310.12036, equation 17, per token
             return (ratio_w / len_w - ratio_l / len_l - 1 / (2 * beta)) ** 2
+
         case "rpo_sq":  # reward-aware preference optimization, arXiv:2406.11704, as in NeMo-Aligner
             return (margin - target) ** 2
         case "rpo_fwd_kl":
