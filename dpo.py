@@ -177,6 +177,7 @@ def preference_loss(name: str, batch: Batch, args: Args) -> torch.Tensor:
             return -(1 - eps) * log_sigma(margin) - eps * log_sigma(-margin)
         case "ipo":  # arXiv:2310.12036, equation 17, per token
             return (ratio_w / len_w - ratio_l / len_l - 1 / (2 * beta)) ** 2
+
         case "rpo_sq":  # reward-aware preference optimization, arXiv:2406.11704, as in NeMo-Aligner
             return (margin - target) ** 2
         case "rpo_fwd_kl":
@@ -942,15 +943,16 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
     if step:
         get_optimizer_state_dict(policy, optimizer)  # creates the optimizer's state, for dcp.load to fill in
         reader = dcp.HuggingFaceStorageReader(out / f"resume-{step}")
-        saved_names = reader.read_metadata().state_dict_metadata.keys()
+        saved = reader.read_metadata().state_dict_metadata.keys()
         state = training_state(policy, optimizer)
-        state = {name: value for name, value in state.items() if name in saved_names}
+        unsaved = {name for name in state if name.startswith("optimizer.")} - saved
+        state = {name: value for name, value in state.items() if name not in unsaved}
         dcp.load(state, storage_reader=reader)
 
         for name, weight in policy.named_parameters():
             for key, value in list(optimizer.state.get(weight, {}).items()):
                 place = f"optimizer.{name}.{key}"
-                if place not in saved_names:  # this weight has had no gradient yet
+                if place in unsaved:  # this weight had no gradient yet
                     del optimizer.state[weight][key]
                 elif not torch.is_tensor(value):
                     optimizer.state[weight][key] = state[place].item()

@@ -1099,15 +1099,16 @@ def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
     if step:
         get_optimizer_state_dict(policy, optimizer)  # creates the optimizer's state, for dcp.load to fill in
         reader = dcp.HuggingFaceStorageReader(out / f"resume-{step}")
-        saved_names = reader.read_metadata().state_dict_metadata.keys()
+        saved = reader.read_metadata().state_dict_metadata.keys()
         state = training_state(policy, optimizer)
-        state = {name: value for name, value in state.items() if name in saved_names}
+        unsaved = {name for name in state if name.startswith("optimizer.")} - saved
+        state = {name: value for name, value in state.items() if name not in unsaved}
         dcp.load(state, storage_reader=reader)
 
         for name, weight in policy.named_parameters():
             for key, value in list(optimizer.state.get(weight, {}).items()):
                 place = f"optimizer.{name}.{key}"
-                if place not in saved_names:  # this weight has had no gradient yet
+                if place in unsaved:  # this weight had no gradient yet
                     del optimizer.state[weight][key]
                 elif not torch.is_tensor(value):
                     optimizer.state[weight][key] = state[place].item()

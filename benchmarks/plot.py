@@ -4,7 +4,7 @@
     python benchmarks/plot.py out/a out/b --metrics loss eval_score --out curves.png
     python benchmarks/plot.py benchmarks/smollm2.json --out docs/smollm2.png  # of against_trl.py
 
-Metrics that are 0 in all runs are left out. Metrics of few steps, such as eval_*, get dots.
+Metrics of few steps, such as eval_*, get dots.
 """
 import json
 import math
@@ -28,7 +28,7 @@ LOOK = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]  # folders with a metrics.jsonl; or a .json of against_trl.py
     metrics: tuple[str, ...] = ()  # panels; none: what the runs have of the usual ones
-    out: str | None = "curves.png"  # None: only the table, of a .json
+    out: str | None = "curves.png"  # None: only the table
 
 
 def import_pyplot():
@@ -40,7 +40,10 @@ def import_pyplot():
 
 
 def save(figure, path: str):
-    """A PNG of 64 colours: a quarter of the bytes."""
+    """A PNG of 64 colours, which is a quarter of the bytes; another format as it is."""
+    if not path.endswith(".png"):
+        figure.savefig(path)
+        return
     from PIL import Image  # comes with matplotlib
     figure.savefig(path, dpi=90)
     Image.open(path).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
@@ -53,12 +56,25 @@ def draw(panel, lines: list[dict], name: str, colour: str):
     return panel.plot(steps, values, color=colour, linewidth=1.6, marker=marker, markersize=3.5)[0]
 
 
-def print_table(runs: list[list[dict]]):
-    """Of the runs that have a metric at their beginning, or at their end."""
-    print("| held out | before | after |\n|---|---|---|")
-    for name in dict.fromkeys(name for lines in runs for name in lines[-1] if name.startswith("eval_")):
-        ends = [[lines[i][name] for lines in runs if name in lines[i]] for i in (0, -1)]
-        cells = [mean_std(x) if x else "" for x in ends]
+def read_run(name: str) -> list[dict]:
+    """The lines of metrics.jsonl in the folder of a run."""
+    path = Path(name)
+    if path.name != "metrics.jsonl":
+        path = path / "metrics.jsonl"
+    if not path.exists():
+        sys.exit(f"{name} has no metrics.jsonl: name the folder of a run, its --out")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def print_table(runs: dict[str, list[dict]]):
+    """Held-out metrics: the mean over the runs before and after, and where each of several runs ended."""
+    columns = list(runs) if len(runs) > 1 else []
+    print("| " + " | ".join(["held out", "before", "after", *columns]) + " |\n" + "|---" * (3 + len(columns)) + "|")
+    all_lines = list(runs.values())
+    for name in dict.fromkeys(name for lines in all_lines for name in lines[-1] if name.startswith("eval_")):
+        ends = [[lines[i][name] for lines in all_lines if name in lines[i]] for i in (0, -1)]
+        cells = [mean_std(values) if values else "" for values in ends]
+        cells += [f"{runs[run][-1][name]:.3f}" if name in runs[run][-1] else "" for run in columns]
         print(f"| {name} | " + " | ".join(cells) + " |")
 
 
@@ -151,6 +167,8 @@ def draw_comparison(results: dict, path: str):
 
 
 def main(args: Args):
+    if not args.runs:
+        sys.exit("name the folders of runs, or a .json of against_trl.py")
     if args.runs[0].endswith(".json"):
         results = json.loads(Path(args.runs[0]).read_text())
         print_comparison(results)
@@ -159,22 +177,25 @@ def main(args: Args):
         return
 
     plt = import_pyplot()
-    texts = [Path(folder, "metrics.jsonl").read_text() for folder in args.runs]
-    runs = [[json.loads(line) for line in text.splitlines()] for text in texts]
-    print_table(runs)
-    found = {name for lines in runs for line in lines for name in line if abs(line[name]) > 1e-6}
+    runs = {name.removesuffix("/metrics.jsonl").rstrip("/"): read_run(name) for name in args.runs}
+    print_table({Path(name).name: lines for name, lines in runs.items()})
+    if args.out is None:
+        return
+
+    found = {name for lines in runs.values() for line in lines for name in line if name != "step"}
     names = list(args.metrics) or [name for name in METRICS if name in found]
-    if not names:
-        sys.exit("none of the usual metrics is in these runs: name some with --metrics")
+    unknown = set(names) - found
+    if unknown or not names:
+        sys.exit(f"no metric {', '.join(unknown)} in these runs, which have {', '.join(sorted(found))}")
     columns = min(3, len(names))
     rows = math.ceil(len(names) / columns)
     figure, panels = plt.subplots(rows, columns, figsize=(3.4 * columns, 2.3 * rows + 0.4), squeeze=False)
     for panel, name in zip(panels.flat, names):
-        handles = [draw(panel, lines, name, COLOURS[n % 7]) for n, lines in enumerate(runs)]
+        handles = [draw(panel, lines, name, COLOURS[n % 7]) for n, lines in enumerate(runs.values())]
         panel.set(title=name, xlabel="step")
     for panel in panels.flat[len(names):]:
         panel.axis("off")
-    names_of_runs = [Path(folder).name for folder in args.runs]
+    names_of_runs = [Path(folder).name for folder in runs]
     figure.legend(handles, names_of_runs, ncols=min(6, len(runs)), loc="upper center")
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / figure.get_figheight()))
     save(figure, args.out)
