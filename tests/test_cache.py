@@ -165,6 +165,12 @@ def test_lists_are_filled_as_tuples(whole):
     assert equal(cache, whole)
 
 
+def test_dropout_is_off(whole):
+    cache = ReferenceCache()
+    cache.compute(make("llama", attention_dropout=0.5).train(), GROUPS, 30)
+    assert equal(cache, whole)
+
+
 def test_two_jobs_share_a_file(path, whole):
     one = ReferenceCache(**HEADER)
     one.compute(make("llama", seed=1), GROUPS[:2])  # other numbers, to tell the jobs apart
