@@ -33,6 +33,7 @@ def test_benchmark_prints_rows(line, row):
     assert row in start(*line.split())
 
 
+@pytest.mark.slow
 def test_plot_prints_the_table_of_a_real_model_and_draws_it(tmp_path):
     pytest.importorskip("matplotlib")
     table = start("plot", ROOT / "benchmarks/smollm2.json", "--out", tmp_path / "curves.png")
