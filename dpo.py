@@ -633,9 +633,10 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
             rewards = (columns.get("chosen_reward"), columns.get("rejected_reward"))
         if None in rewards:
             raise BadInput(f"{source}: --loss rpo_.. needs numbers in chosen_reward and rejected_reward")
+        whole_prompt = as_tuple(prompt)
         row = Row(
-            prompt[:end], with_chosen[end:], with_rejected[end:], rewards=rewards, whole_prompt=prompt,
-            columns=columns if args.score else {})
+            whole_prompt[:end], as_tuple(with_chosen[end:]), as_tuple(with_rejected[end:]), rewards=rewards,
+            whole_prompt=whole_prompt, columns=columns if args.score else {})
         if not (row.prompt and row.chosen and row.rejected) or row.chosen == row.rejected:
             counts["dropped: equal answers, or one that begins the other"] += 1
         elif len(row.prompt) + max(len(row.chosen), len(row.rejected)) > args.max_length:
@@ -653,7 +654,7 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
     """Yields the columns of each row, and the token ids of its texts: the prompt, and it with each answer."""
     plain = tokenizer("a", add_special_tokens=False).input_ids
     full = tokenizer("a").input_ids
-    bos = as_tuple(full[:full.index(plain[0])]) if plain else ()  # what the tokenizer puts before a text
+    bos = full[:full.index(plain[0])] if plain else []  # what the tokenizer puts before a text
 
     lines = iter(progress_bar(read_rows(source), desc="tokenize"))
     while batch := list(islice(lines, 350)):
@@ -670,7 +671,7 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
         texts = chain(*(texts for _, texts in rendered))
         all_ids = iter(tokenizer([*texts, ""], add_special_tokens=False, verbose=False).input_ids)
         for columns, texts in rendered:
-            sequences = [as_tuple(next(all_ids)) for _ in texts]
+            sequences = [next(all_ids) for _ in texts]
             if isinstance(columns["prompt"], str):  # a chat template writes BOS
                 sequences = [ids if ids[:len(bos)] == bos else bos + ids for ids in sequences]
             yield columns, sequences
@@ -806,7 +807,7 @@ def common_length(*sequences) -> int:
 
 def as_tuple(ids: list[int]) -> tuple[int, ...]:
     """Equal ids become one object: the data then takes 8 bytes per token instead of 36."""
-    return tuple(TOKENS.setdefault(token, token) for token in ids)
+    return tuple([TOKENS.setdefault(token, token) for token in ids])
 
 
 # ---- Models ----------------------------------------------------------

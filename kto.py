@@ -609,9 +609,10 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
             if end < len(prompt):
                 counts["whose prompt ends early: a token spans its end, or the template changes it"] += 1
 
+            whole_prompt = as_tuple(prompt)
             row = Row(
-                prompt[:end], with_answer[end:], is_desirable, other=(), whole_prompt=prompt,
-                columns=columns if args.score else {})
+                whole_prompt[:end], as_tuple(with_answer[end:]), is_desirable, other=(),
+                whole_prompt=whole_prompt, columns=columns if args.score else {})
             if not (row.prompt and row.completion):
                 counts["dropped: an answer that ends within the prompt"] += 1
             elif len(row.prompt) + len(row.completion) > args.max_length:
@@ -629,7 +630,7 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
     """Yields the columns of each row, and the token ids of its texts: the prompt, and it with each answer."""
     plain = tokenizer("a", add_special_tokens=False).input_ids
     full = tokenizer("a").input_ids
-    bos = as_tuple(full[:full.index(plain[0])]) if plain else ()  # what the tokenizer puts before a text
+    bos = full[:full.index(plain[0])] if plain else []  # what the tokenizer puts before a text
 
     lines = iter(progress_bar(read_rows(source), desc="tokenize"))
     while batch := list(islice(lines, 350)):
@@ -646,7 +647,7 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
         texts = chain(*(texts for _, texts in rendered))
         all_ids = iter(tokenizer([*texts, ""], add_special_tokens=False, verbose=False).input_ids)
         for columns, texts in rendered:
-            sequences = [as_tuple(next(all_ids)) for _ in texts]
+            sequences = [next(all_ids) for _ in texts]
             if isinstance(columns["prompt"], str):  # a chat template writes BOS
                 sequences = [ids if ids[:len(bos)] == bos else bos + ids for ids in sequences]
             yield columns, sequences
@@ -785,7 +786,7 @@ def common_length(*sequences) -> int:
 
 def as_tuple(ids: list[int]) -> tuple[int, ...]:
     """Equal ids become one object: the data then takes 8 bytes per token instead of 36."""
-    return tuple(TOKENS.setdefault(token, token) for token in ids)
+    return tuple([TOKENS.setdefault(token, token) for token in ids])
 
 
 def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:

@@ -831,7 +831,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
         elif len(prompt) > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
         else:
-            rows.append(Row(prompt, columns))
+            rows.append(Row(as_tuple(prompt), columns))
 
     print(f"{source}: {len(rows)} of", "; ".join(f"{count} {note}" for note, count in counts.items()))
     if len(rows) < max(1, counts["rows"] / 2):
@@ -844,7 +844,7 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
     """Yields the columns of each row, and the token ids of its texts, here the prompt alone."""
     plain = tokenizer("a", add_special_tokens=False).input_ids
     full = tokenizer("a").input_ids
-    bos = as_tuple(full[:full.index(plain[0])]) if plain else ()  # what the tokenizer puts before a text
+    bos = full[:full.index(plain[0])] if plain else []  # what the tokenizer puts before a text
 
     lines = iter(progress_bar(read_rows(source), desc="tokenize"))
     while batch := list(islice(lines, 350)):
@@ -861,7 +861,7 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
         texts = chain(*(texts for _, texts in rendered))
         all_ids = iter(tokenizer([*texts, ""], add_special_tokens=False, verbose=False).input_ids)
         for columns, texts in rendered:
-            sequences = [as_tuple(next(all_ids)) for _ in texts]
+            sequences = [next(all_ids) for _ in texts]
             if isinstance(columns["prompt"], str):  # a chat template writes BOS
                 sequences = [ids if ids[:len(bos)] == bos else bos + ids for ids in sequences]
             yield columns, sequences
@@ -961,7 +961,7 @@ def without_nulls(value):
 
 def as_tuple(ids: list[int]) -> tuple[int, ...]:
     """Equal ids become one object: the data then takes 8 bytes per token instead of 36."""
-    return tuple(TOKENS.setdefault(token, token) for token in ids)
+    return tuple([TOKENS.setdefault(token, token) for token in ids])
 
 
 # ---- Models ----------------------------------------------------------
