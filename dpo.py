@@ -483,7 +483,7 @@ def find_path(name: str | None) -> str | None:
     """An absolute path, or a name of the hub. A path to nothing is refused before the hub is asked."""
     if name and Path(name).expanduser().exists():
         return absolute(name)
-    if name and (name.startswith(("/", ".", "~")) or Path(name).suffix in ENDINGS):
+    if name and (name.startswith(("/", ".", "~")) or Path(name).suffix in (*ENDINGS, ".gz", ".txt")):
         raise BadInput(f"{name} does not exist")
     return name
 
@@ -669,7 +669,8 @@ def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
 
         # One call for about 1,000 texts, which the tokenizer divides over the cores.
         texts = chain(*(texts for _, texts in rendered))
-        all_ids = iter(tokenizer([*texts, ""], add_special_tokens=False, verbose=False).input_ids)
+        options = dict(add_special_tokens=False, return_attention_mask=False, verbose=False)
+        all_ids = iter(tokenizer([*texts, ""], **options).input_ids)
         for columns, texts in rendered:
             sequences = [next(all_ids) for _ in texts]
             if isinstance(columns["prompt"], str):  # a chat template writes BOS
