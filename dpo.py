@@ -188,6 +188,7 @@ def preference_loss(name: str, batch: Batch, args: Args) -> torch.Tensor:
             return -log_sigma(beta * (ratio_w / len_w - ratio_l / len_l))
         case "apo_zero":  # arXiv:2408.06266
             return 1 - torch.sigmoid(beta * ratio_w) + torch.sigmoid(beta * ratio_l)
+
         case "simpo":  # arXiv:2405.14734, equation 6
             return -log_sigma(beta * (logp_w / len_w - logp_l / len_l) - args.simpo_gamma)
         case "sft":  # a term to add to others: mean over pairs of means over tokens. TRL: over all tokens
