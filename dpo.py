@@ -41,6 +41,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain, islice, takewhile
@@ -105,7 +106,7 @@ class Args:
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
     out: str | None = None  # folder of the run; None: out/dpo, or out/dpo-2 if that is finished
 
-    ref: Literal["cache", "swap", "live", "none"] = "cache"  # the reference: cached, swapped in, on the GPU
+    ref: Literal["cache", "swap", "live", "none"] = "cache"  # reference: cached, swapped, on the GPU, or none
     ref_model: str | None = None  # the reference, for cache and live; None: the policy before training
     ref_cache: str | None = None  # file of reference log-probs, which runs can share; None: a file in --out
 
@@ -123,7 +124,7 @@ class Args:
     epochs: float = 1.0  # passes over the data
     steps: int = -1  # optimizer steps; -1: as many as --epochs needs; 0: only fill the cache
     batch_size: int = 32  # pairs per optimizer step
-    lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5; see docs/recipes.md
+    lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
     warmup: float = 0.1  # steps in which the learning rate rises; below 1: their fraction of all steps
     weight_decay: float = 0.0
@@ -408,7 +409,7 @@ def rows_in_order(rows: list[Row], n: int, seed: int) -> list[Row]:
 
 def learning_rate(step: int, steps: int, args: Args) -> float:
     """Linear warmup to --lr, then constant, or falling to 0 at steps + 1."""
-    warmup_steps = round(args.warmup * steps) if args.warmup < 1 else args.warmup
+    warmup_steps = round(args.warmup * steps if args.warmup < 1 else args.warmup)
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
     remaining = (steps - step + 1) / (steps - warmup_steps)
@@ -561,7 +562,7 @@ def load_module(file: str):
 def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[float | None]:
     """What --score returns for answers to the prompts of these rows. It is called as TRL calls a reward."""
     names = set().union(*(row.columns for row in rows))
-    columns = {name: [row.columns.get(name) for row in rows] for name in names}
+    columns = {name: [deepcopy(row.columns.get(name)) for row in rows] for name in names}  # copies
     prompts = columns.pop("prompt")
     if not isinstance(prompts[0], str):
         texts = [[{"role": "assistant", "content": text}] for text in texts]
@@ -690,7 +691,8 @@ def read_rows(source: str):
 
     import datasets
     if ending in ENDINGS:
-        return datasets.load_dataset(ending[1:], data_files=source, split="train")
+        options = {"keep_default_na": False} if ending == ".csv" else {}  # else an answer "None" is a null
+        return datasets.load_dataset(ending[1:], data_files=source, split="train", **options)
     names, bracket, part = source.partition("[")  # a split may be a slice, train[:1000]
     name, *config = names.split(":")
     split = config.pop() if config else "train"
@@ -716,6 +718,12 @@ def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]
     apply_template = template_of(columns, tokenizer, args)
     texts = [apply_template(prompt, add_generation_prompt=True)]
     texts += [apply_template(prompt + answer) for answer in answers]
+
+    # A template may write another prompt where an answer follows. Then the question would get a loss.
+    has_other_prompt = not all(text.startswith(texts[0]) for text in texts)
+    if has_other_prompt and drops_text(texts[0][:common_length(*texts)], prompt[-1:]):
+        counts["dropped: the template writes another prompt where an answer follows"] += 1
+        return []
     if any(map(drops_text, texts, (prompt[-1:], *answers))):
         counts["with text that the template drops"] += 1
     return [(columns, texts)]
@@ -727,7 +735,7 @@ def template_of(columns: dict, tokenizer, args: Args):
     if isinstance(tools, str):
         tools = json.loads(tools)
     options = args.chat_template_kwargs | without_nulls(columns.get("chat_template_kwargs") or {})
-    return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+    return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools or None, **options)
 
 
 def drops_text(rendered: str, messages: list[dict]) -> bool:
@@ -1026,5 +1034,5 @@ if __name__ == "__main__":
         error.add_note(f"pip install {error.name}")
         raise
     except torch.OutOfMemoryError as error:
-        error.add_note("lower --tokens_per_forward, or add --gradient_checkpointing")
+        error.add_note("lower --tokens_per_forward or --samples, or add --gradient_checkpointing")
         raise

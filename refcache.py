@@ -92,7 +92,7 @@ class ReferenceCache(Mapping):
         if not missing:
             return 0
 
-        if path:
+        if path and is_first_process():
             self.save(path)  # if it cannot be written, the error comes now, not after the forwards
         model = load_model()
         try:
@@ -134,7 +134,7 @@ class ReferenceCache(Mapping):
                 mine = self.score(model, parts[first:first + n_parts], tokens_per_forward, progress)
                 for entries in all_gather(mine):
                     self.table |= entries
-                if path:
+                if path and is_first_process():
                     self.save(path)
 
     def score(self, model, groups: Groups, tokens_per_forward: int, progress) -> dict:
@@ -436,7 +436,7 @@ def divide_batches(lengths, budget: int, is_padded=False) -> list[list[int]]:
     n = math.ceil(len(pack(lengths, budget, is_padded)) / ranks) * ranks
 
     # A smaller budget that needs no more batches makes them more equally full, so the processes wait less.
-    while ranks > 1 and n < len(lengths) and len(pack(lengths, int(0.98 * budget), is_padded)) <= n:
+    while ranks > 1 and budget and len(pack(lengths, int(0.98 * budget), is_padded)) <= n:
         budget = int(0.98 * budget)
 
     batches = pack(lengths, budget, is_padded)

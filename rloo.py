@@ -49,6 +49,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import chain, islice
@@ -132,7 +133,7 @@ class Args:
     seed: int = 0
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of forward passes; auto: bfloat16 on a GPU
-    tokens_per_forward: int = 16384  # limits memory; never changes what is learned
+    tokens_per_forward: int = 16384  # limits memory, but the k samples of a prompt stay together
     rollout_tokens: int = 65536  # limits the memory of a rollout, as tokens in its key-value cache
     gradient_checkpointing: bool = False  # saves memory, costs time; never changes what is learned
 
@@ -255,8 +256,7 @@ def metrics(samples: Samples, rewards, logps, ref_logps, args: Args) -> dict[str
 
 def all_rewards_equal(rewards: torch.Tensor) -> torch.Tensor:
     """(B, k) -> (B,) bool: whether all rewards of a prompt are equal or NaN, so that it teaches nothing."""
-    one_of_prompt = rewards.nanmedian(dim=1, keepdim=True).values
-    return ((rewards == one_of_prompt) | rewards.isnan()).all(dim=1)
+    return ~leave_one_out(rewards).any(dim=1)
 
 
 def evaluate(policy, tokenizer, rows: list[Row], reference, functions, step: int, out: Path, args: Args):
@@ -426,7 +426,7 @@ def rows_in_order(rows: list[Row], n: int, seed: int) -> list[Row]:
 
 def learning_rate(step: int, steps: int, args: Args) -> float:
     """Linear warmup to --lr, then constant, or falling to 0 at steps + 1."""
-    warmup_steps = round(args.warmup * steps) if args.warmup < 1 else args.warmup
+    warmup_steps = round(args.warmup * steps if args.warmup < 1 else args.warmup)
     if step <= warmup_steps:
         return args.lr * (step / warmup_steps)
     remaining = (steps - step + 1) / (steps - warmup_steps)
@@ -683,7 +683,7 @@ def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -
         for text, ids, ended in zip(samples.texts[i], samples.groups[i][1], samples.ended[i].tolist()):
             completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             sample = dict(prompts=prompt, completions=completion, completion_ids=list(ids), ended=ended)
-            for name, value in (rows[i].columns | sample).items():
+            for name, value in deepcopy(rows[i].columns | sample).items():  # a function may change its inputs
                 inputs[name].append(value)
     inputs.pop("prompt", None)
 
@@ -726,33 +726,40 @@ def load_reward_model(name: str, device: str, args: Args):
     if device == "cuda":
         model._apply(torch.Tensor.pin_memory)  # pinned memory is copied faster
     pad = model.config.get_text_config().pad_token_id  # by it the model finds the end of a row
+    apply_template = partial(tokenizer.apply_chat_template, tokenize=False, **args.chat_template_kwargs)
 
     @torch.no_grad()
     def score(prompts, completions, ended, **columns) -> list[float]:
         rows = []
         for prompt, completion, has_ended in zip(prompts, completions, ended):
             if isinstance(prompt, str):
-                ids = tokenizer(prompt + completion + tokenizer.eos_token * has_ended).input_ids
+                eos = tokenizer.eos_token or ""
+                rows.append(torch.tensor(tokenizer(prompt + completion + eos * has_ended).input_ids))
+                continue
+
+            text = completion[0]["content"]
+            is_begun = prompt[-1]["role"] == "assistant"  # an answer that the sample continues
+            if not has_ended:  # the end of a turn is missing
+                options = dict(add_generation_prompt=not is_begun, continue_final_message=is_begun)
+                text = apply_template(prompt, **options) + text
+            elif is_begun:
+                message = prompt[-1] | {"content": prompt[-1]["content"] + text}
+                text = apply_template(prompt[:-1] + [message])
             else:
-                if prompt[-1]["role"] == "assistant":  # a begun answer, which the sample continues
-                    text = prompt[-1]["content"] + completion[0]["content"]
-                    prompt, completion = prompt[:-1], [prompt[-1] | {"content": text}]
-                ids = tokenizer.apply_chat_template(
-                    prompt + completion, continue_final_message=not has_ended, return_dict=False,
-                    **args.chat_template_kwargs)
-            rows.append(torch.tensor(ids))
+                text = apply_template(prompt + completion)
+            rows.append(torch.tensor(tokenizer(text, add_special_tokens=False).input_ids))
 
-        lengths = [len(ids) for ids in rows]
-        if max(lengths) > context_length(model.config):
-            raise BadInput("a sample is too long for the reward model")
-        batches = [[i] for i in range(len(rows))]
+        # A sample that is too long for this model gets no reward, NaN.
+        scores = torch.full((len(rows),), math.nan)
+        fitting = [i for i, ids in enumerate(rows) if len(ids) <= context_length(model.config)]
+        parts = [[n] for n in range(len(fitting))]
         if pad is not None:
-            batches = pack(lengths, args.tokens_per_forward, is_padded=True)
+            parts = pack([len(rows[i]) for i in fitting], args.tokens_per_forward, is_padded=True)
 
-        scores = torch.zeros(len(rows))
         weights = chain(model.named_parameters(), model.named_buffers())
         weights = {name: weight.to(device) for name, weight in weights}
-        for batch in batches:
+        for part in parts:
+            batch = [fitting[n] for n in part]
             ids = pad_sequence([rows[i] for i in batch], batch_first=True, padding_value=-1).to(device)
             inputs = dict(input_ids=ids.where(ids >= 0, pad or 0), attention_mask=(ids >= 0).long())
             logits = torch.func.functional_call(model, weights, kwargs=inputs).logits
@@ -778,7 +785,7 @@ def log_samples(out: Path, samples: Samples, rows: list[Row], rewards, step: int
 def report(out: Path) -> list[dict]:
     """Prints three answers and the metrics of held-out prompts, before training and now. Returns metrics."""
     history = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    samples = [json.loads(line) for line in (out / "samples.jsonl").open()]
+    samples = map(json.loads, (out / "samples.jsonl").open())
     held_out = [sample for sample in samples if sample["held_out"]]
     now = [sample for sample in held_out if sample["step"] == history[-1]["step"]]
     for old, new in zip(held_out[:3], now):  # their prompts are the same
@@ -879,7 +886,8 @@ def read_rows(source: str):
 
     import datasets
     if ending in ENDINGS:
-        return datasets.load_dataset(ending[1:], data_files=source, split="train")
+        options = {"keep_default_na": False} if ending == ".csv" else {}  # else an answer "None" is a null
+        return datasets.load_dataset(ending[1:], data_files=source, split="train", **options)
     names, bracket, part = source.partition("[")  # a split may be a slice, train[:1000]
     name, *config = names.split(":")
     split = config.pop() if config else "train"
@@ -913,7 +921,7 @@ def template_of(columns: dict, tokenizer, args: Args):
     if isinstance(tools, str):
         tools = json.loads(tools)
     options = args.chat_template_kwargs | without_nulls(columns.get("chat_template_kwargs") or {})
-    return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools, **options)
+    return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools or None, **options)
 
 
 def drops_text(rendered: str, messages: list[dict]) -> bool:

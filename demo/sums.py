@@ -2,7 +2,8 @@
 
     python demo/sums.py out/sums
     python rloo.py --model out/smollm2 --data out/sums/prompts.jsonl --eval_data out/sums/prompts_test.jsonl \\
-        --reward demo/sums.py:right --k 8 --lr 1e-5 --beta 0.01 --max_new_tokens 12 --steps 20
+        --reward demo/sums.py:right --k 8 --lr 1e-5 --beta 0.01 --schedule constant \\
+        --max_new_tokens 12 --steps 20 --dtype bfloat16
 
 The files are for rloo.py, dpo.py and kto.py. Every row also has the right `answer`:
 

@@ -25,7 +25,6 @@ def code_of(page, number=0):
     ("against_trl --tiny", "| reference | trl + cache | "),
     ("gpu numbers --tiny", "ok    a saved model, loaded again | max_nats 0,"),
     ("gpu speed --tiny", "tiny, rloo.py, k=8 | "), ("gpu trl --tiny", "| dpo | trl | "),
-    ("simulate trl --model tiny --tokens 1000 --median 20", "| trl | step | "),
     ("trl_precompute 1", "learning_rate=2e-06 | yes |"), ("trl_precompute 7", "bf16=True | no | -9.9")])
 def test_benchmark_prints_rows(line, row):
     if "trl" in row or "| yes" in row or "| no" in row:

@@ -67,6 +67,11 @@ def test_unwritable_path_is_refused_before_scoring(tmp_path):
         ReferenceCache(**HEADER).fill(None, GROUPS, path=tmp_path / "file/cache.pkl")
 
 
+def test_only_the_first_process_writes_the_file(path, monkeypatch):
+    monkeypatch.setattr(refcache, "is_first_process", lambda: False)
+    assert len(filled(path=path)) == 8 and not path.exists()
+
+
 def test_prompt_of_several_groups_is_encoded_once_and_nothing_is_padded():
     model = ready("llama")
     sizes = forward_sizes(model)

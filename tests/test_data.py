@@ -114,6 +114,8 @@ def test_flags_and_columns_reach_the_template(load):
     row = chat() | dict(tools=[{}], chat_template_kwargs=dict(loud="LOUD"))
     assert decode(load([row], tokenizer)[0], tokenizer) == ["[{}]LOUD<user>q<assistant>", "a", "b"]
     assert decode(load([chat()], tokenizer, chat_template_kwargs=dict(loud=7))[0], tokenizer)[0].startswith("None7<")
+    for tools in ([], "[]"):  # are none
+        assert load([chat() | dict(tools=tools)], tokenizer) == load([chat()], tokenizer)
 
 
 def in_parts(text):
@@ -228,6 +230,18 @@ def test_text_that_the_template_drops_is_counted(load, capsys, template, row, lo
     assert ("2 with text that the template drops" in capsys.readouterr().out) == lost
 
 
+@parametrize("script", [dpo, kto])
+def test_rows_whose_question_would_be_trained_are_dropped(load, capsys, script):
+    """As Mistral's, this template writes the system message before the last message, if a user wrote that."""
+    template = "{% for m in messages if m.role != 'system' %}" \
+               "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content }}" \
+               "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    tokenizer = byte_level(chat_template=template)
+    rows = load([chat(), chat(), chat(system=BRIEF)], tokenizer, script)
+    assert rows == load([chat(), chat()], tokenizer, script)
+    assert "; 1 dropped: the template writes another prompt" in capsys.readouterr().out
+
+
 @parametrize("beginning, tokenizer", [
     ("", byte_level(back=["</s>"])), ("<s><en>", byte_level(["<s>", "<en>"], ["</s>"])), ("", ByT5Tokenizer())])
 def test_text_gets_one_bos_and_one_eos(load, beginning, tokenizer):
@@ -340,7 +354,7 @@ def test_rows_of_a_pair_do_not_depend_on_each_other(load):
 
 # --- Files
 
-ROWS = [dict(prompt=f"The tea,\u2028{n}", chosen=' was "warm",\r\nvery.', rejected=" was bad.", id="A")
+ROWS = [dict(prompt=f"The tea,\u2028{n}", chosen=' was "warm",\r\nvery.', rejected=" was bad.", id="NA")
         for n in range(3)]
 
 

@@ -93,6 +93,16 @@ def test_memory_flags_change_memory_only(run, script, tokens):
     assert same(run(script, **FIRST), run(script, **FIRST, **flags), 1e-4)
 
 
+@EACH
+def test_a_forward_that_only_fsdp_needs_counts_nothing(run, script, monkeypatch):
+    module = SCRIPTS[script]
+    monkeypatch.setattr(module, "micro_batches", lambda *inputs, original=module.micro_batches: (
+        [*original(*inputs), ([0], 0.0)]))
+    history = without_speed(module.main(arguments(script)))
+    for values, theirs in zip(history, run(script).history, strict=True):
+        assert values == pytest.approx(theirs, abs=1e-5, rel=1e-4)
+
+
 def test_rpo_takes_the_rewards_of_the_data(tmp_path):
     """At the reference rpo_sq is (η (r_w − r_l))²; without the columns it is refused."""
     file = tmp_path / "rewarded.jsonl"
@@ -220,6 +230,7 @@ def test_learning_rate_by_hand():
     assert [learning_rate(step, 2, Args(lr=1.0, warmup=2)) for step in (1, 2)] == [0.5, 1.0]  # steps
     assert [learning_rate(step, 16, Args(lr=1.0, warmup=0.1)) for step in (1, 2)] == [0.5, 1.0]  # 1.6 steps are 2
     assert [learning_rate(step, 4, Args(lr=1.0, warmup=0.1)) for step in (1, 2)] == [1.0, 0.75]  # 0.4 are 0
+    assert [learning_rate(step, 3, Args(lr=1.0, warmup=2.5)) for step in (2, 3)] == [1.0, 1.0]
 
 
 # --- Answers to held-out prompts, and their scores
@@ -287,6 +298,16 @@ def test_scores_get_the_columns_of_all_rows_and_none_is_left_out_of_the_mean(tmp
     means, lines = sampled(tmp_path, "return [{None: 0.25, '42': None}[answer] for answer in columns['answer']]")
     assert (means["eval_score"], means["samples/distinct"]) == (0.25, 2)
     assert [(line["step"], line["score"]) for line in lines] == [(0, 0.25), (0, None)]
+
+
+def test_a_score_may_change_its_inputs():
+    """Else the next evaluation would see the change."""
+    def score(prompts, **columns):
+        prompts[0].append("more")
+        return [len(prompts[0])]
+
+    row = dpo.Row((), (), (), (0, 0), (), {"prompt": [{"role": "user", "content": "q"}]})
+    assert [dpo.score_answers(score, [row], ["a"], Args()) for _ in range(2)] == [[2], [2]]
 
 
 @BOTH

@@ -192,6 +192,7 @@ def test_micro_batches_of_processes_are_equal(monkeypatch):
             loads = [sum(len(groups[i][0]) + len(groups[i][1][0]) for i in batch) for batch in batches]
             assert max(loads) <= 600
             assert rows < 8 * ranks or max(loads) < 1.25 * np.mean(loads)
+            assert rows > ranks or len(batches) == rows, "no process waits for one that has two"
 
 
 # --- Checkpoints and faults

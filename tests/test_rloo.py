@@ -181,6 +181,18 @@ def test_columns_come_once_per_sample():
         completion_ids=TOKENIZER(texts).input_ids, ended=[True, False, True, True])
 
 
+def test_a_reward_may_change_its_inputs():
+    """Neither the other samples of a prompt see the change, nor the next step."""
+    def reward(prompts, **columns):
+        for prompt in prompts:
+            prompt.append("more")
+        return list(map(len, prompts))
+
+    rows = [dict(prompt=chat("a"))] * 2
+    for _ in range(2):
+        assert score((reward, 1.0), rows=rows)[0].tolist() == [[2, 2], [2, 2]]
+
+
 @parametrize("value", [{0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}, {1.0, 2.0, 3.0, 4.0}, "1234", [1.0], [0.0] * 8], ids=str)
 def test_what_is_no_list_of_numbers_is_refused(value):
     with bad_input("f1 returned .*: expected 4 numbers or None"):
@@ -224,6 +236,8 @@ def test_reward_model_equals_one_forward_per_text(tmp_path, pad_token_id):
     for budget in (1, 120, 10**6):
         judge = load_reward_model(path, "cpu", Args(tokens_per_forward=budget))
         assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
+    scores = judge(prompts[:2][::-1], [chat("The soup. " * 100, "assistant"), answers[0]], [True] * 2)
+    assert math.isnan(scores[0]) and scores[1] == pytest.approx(truth[0], abs=1e-5), "no reward for too long a sample"
     begun = [x + chat("The soup", "assistant") for x in prompts]
     ends = [chat(y["content"].removeprefix("The soup"), "assistant") for (y,) in answers]
     assert judge(begun, ends, [True] * 6) == pytest.approx(truth, abs=1e-5)
