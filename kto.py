@@ -472,7 +472,7 @@ def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Pat
     row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
     rows = list(row_of_prompt.values())[:args.samples]
     if not rows:
-        print(f"no held-out prompt with room for {args.max_new_tokens} tokens: no samples, no score")
+        print(f"no samples: --samples 0, or no held-out prompt with room for {args.max_new_tokens} tokens")
         return {}
 
     prompts = [row.whole_prompt for row in rows]
@@ -540,7 +540,7 @@ def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[
     if not isinstance(prompts[0], str):
         texts = [[{"role": "assistant", "content": text}] for text in texts]
 
-    values = score(prompts=prompts, completions=texts, **columns)
+    values = score(**columns | dict(prompts=prompts, completions=texts))
     values = list(values) if isinstance(values, Iterator) else values
     if isinstance(values, dict | set | str) or len(values) != len(texts):
         raise BadInput(f"{args.score} returned {str(values)[:99]}: expected {len(texts)} numbers or None")
@@ -694,11 +694,12 @@ def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]
     texts = [apply_template(prompt, add_generation_prompt=True)]
     texts += [apply_template(prompt + answer) for answer in answers]
 
-    # A template may write another prompt where an answer follows. Then the question would get a loss.
-    has_other_prompt = not all(text.startswith(texts[0]) for text in texts)
-    if has_other_prompt and drops_text(texts[0][:common_length(*texts)], prompt[-1:]):
-        counts["dropped: the template writes another prompt where an answer follows"] += 1
-        return []
+    # A template may write other messages where an answer follows. Then some of them would get a loss.
+    if not all(text.startswith(texts[0]) for text in texts):
+        messages = apply_template(prompt)  # without the beginning of an answer
+        if not all(text.startswith(messages) for text in texts):
+            counts["dropped: the template writes another prompt where an answer follows"] += 1
+            return []
     if any(map(drops_text, texts, (prompt[-1:], *answers))):
         counts["with text that the template drops"] += 1
     return [(columns, texts)]
@@ -706,9 +707,10 @@ def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]
 
 def template_of(columns: dict, tokenizer, args: Args):
     """The chat template as a function of messages, with the tools and the options of a row."""
-    tools = without_nulls(columns.get("tools"))
+    tools = without_nulls(columns.get("tools")) or []
     if isinstance(tools, str):
         tools = json.loads(tools)
+    tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
     options = args.chat_template_kwargs | without_nulls(columns.get("chat_template_kwargs") or {})
     return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools or None, **options)
 
@@ -733,9 +735,12 @@ def split_prompt(columns: dict) -> tuple:
 
     if is_chat:
         answers = [answer or [] for answer in answers]  # null beside messages
-        prompt = prompt or answers[0][:common_length(*answers)]
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
+        shared = answers[0][:common_length(*answers)] if len(answers) == 2 else []
+        question = {"role": "user", "content": prompt}
+        if not prompt or question in shared:  # the prompt is what both conversations begin with
+            prompt = shared
+        elif isinstance(prompt, str):
+            prompt = [question]
         n = len(prompt)
         if all(answer[:n] == prompt for answer in answers):
             answers = [answer[n:] for answer in answers]
@@ -757,6 +762,8 @@ def read_text(columns: dict, name: str) -> str | list[dict]:
     if not isinstance(text, list) or any("role" not in message for message in text):
         raise ValueError(f"{name} is {text!r:.99}: expected a string, or a list of messages with a role")
     for message in text:
+        if not message.get("tool_calls", True):  # some templates take an empty list for calls
+            del message["tool_calls"]
         parts = message.get("content")
         if isinstance(parts, list):
             if any(part.get("type", "text") != "text" for part in parts):
@@ -837,7 +844,8 @@ def base_of(name: str) -> str:
 def load_tokenizer(name: str, ref_name: str | None = None):
     """The tokenizer of a checkpoint, or of an adapter's base. A reference with another one is refused."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
-    tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
+    # mistral-common, if it is installed, would give Mistral's models a tokenizer without a chat template.
+    tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name, mistral_format=False)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
         raise BadInput(f"{ref_name} has another tokenizer than {name}")
     return tokenizer
@@ -1009,10 +1017,12 @@ def save_model(model, tokenizer, out: Path, args: Args):
         return
 
     core = unwrap_model(model)
-    converted = {}  # by address, so that tied weights stay one tensor
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    converted = {}  # by parameter, so that tied weights stay one tensor
     for name, weight in state.items():
         if weight.is_floating_point() and not names_in_float32(core).search(name):
-            state[name] = converted.setdefault(weight.data_ptr(), weight.to(getattr(torch, args.dtype)))
+            key = parameters.get(name, name)  # a buffer has no other name
+            state[name] = converted.setdefault(key, weight.to(getattr(torch, args.dtype)))
 
     hidden = out / ".model"
     shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
@@ -1040,5 +1050,5 @@ if __name__ == "__main__":
         error.add_note(f"pip install {error.name}")
         raise
     except torch.OutOfMemoryError as error:
-        error.add_note("lower --tokens_per_forward or --samples, or add --gradient_checkpointing")
+        error.add_note("lower --tokens_per_forward, add --gradient_checkpointing, or give --samples 0")
         raise

@@ -128,7 +128,7 @@ class ReferenceCache(Mapping):
         # The longest come first, so that a pass that needs too much memory fails at once.
         parts.sort(key=lambda part: -count_tokens([part]))
         n_tokens = count_tokens(parts)
-        n_parts = max(SAVE_EVERY, len(parts) // 64)
+        n_parts = max(SAVE_EVERY, len(parts) // 64) * process_count()  # a save takes as long as in one
         with progress_bar(desc="reference", total=n_tokens, unit="tok", unit_scale=True, delay=1) as progress:
             for first in range(0, len(parts), n_parts):
                 mine = self.score(model, parts[first:first + n_parts], tokens_per_forward, progress)

@@ -726,17 +726,18 @@ def load_reward_model(name: str, device: str, args: Args):
     if device == "cuda":
         model._apply(torch.Tensor.pin_memory)  # pinned memory is copied faster
     pad = model.config.get_text_config().pad_token_id  # by it the model finds the end of a row
-    apply_template = partial(tokenizer.apply_chat_template, tokenize=False, **args.chat_template_kwargs)
 
     @torch.no_grad()
     def score(prompts, completions, ended, **columns) -> list[float]:
         rows = []
-        for prompt, completion, has_ended in zip(prompts, completions, ended):
+        for i, (prompt, completion, has_ended) in enumerate(zip(prompts, completions, ended)):
             if isinstance(prompt, str):
                 eos = tokenizer.eos_token or ""
                 rows.append(torch.tensor(tokenizer(prompt + completion + eos * has_ended).input_ids))
                 continue
 
+            row = {name: values[i] for name, values in columns.items()}
+            apply_template = template_of(row, tokenizer, args)
             text = completion[0]["content"]
             is_begun = prompt[-1]["role"] == "assistant"  # an answer that the sample continues
             if not has_ended:  # the end of a turn is missing
@@ -917,9 +918,10 @@ def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]
 
 def template_of(columns: dict, tokenizer, args: Args):
     """The chat template as a function of messages, with the tools and the options of a row."""
-    tools = without_nulls(columns.get("tools"))
+    tools = without_nulls(columns.get("tools")) or []
     if isinstance(tools, str):
         tools = json.loads(tools)
+    tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
     options = args.chat_template_kwargs | without_nulls(columns.get("chat_template_kwargs") or {})
     return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools or None, **options)
 
@@ -942,6 +944,8 @@ def read_text(columns: dict, name: str) -> str | list[dict]:
     if not isinstance(text, list) or any("role" not in message for message in text):
         raise ValueError(f"{name} is {text!r:.99}: expected a string, or a list of messages with a role")
     for message in text:
+        if not message.get("tool_calls", True):  # some templates take an empty list for calls
+            del message["tool_calls"]
         parts = message.get("content")
         if isinstance(parts, list):
             if any(part.get("type", "text") != "text" for part in parts):
@@ -984,7 +988,8 @@ def base_of(name: str) -> str:
 def load_tokenizer(name: str, ref_name: str | None = None):
     """The tokenizer of a checkpoint, or of an adapter's base. A reference with another one is refused."""
     is_missing = Path(name).is_dir() and not any(Path(name).glob("tokenizer*"))
-    tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name)
+    # mistral-common, if it is installed, would give Mistral's models a tokenizer without a chat template.
+    tokenizer = AutoTokenizer.from_pretrained(base_of(name) if is_missing else name, mistral_format=False)
     if ref_name and load_tokenizer(ref_name).get_vocab() != tokenizer.get_vocab():
         raise BadInput(f"{ref_name} has another tokenizer than {name}")
     return tokenizer
@@ -1157,10 +1162,12 @@ def save_model(model, tokenizer, out: Path, args: Args):
         return
 
     core = unwrap_model(model)
-    converted = {}  # by address, so that tied weights stay one tensor
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    converted = {}  # by parameter, so that tied weights stay one tensor
     for name, weight in state.items():
         if weight.is_floating_point() and not names_in_float32(core).search(name):
-            state[name] = converted.setdefault(weight.data_ptr(), weight.to(getattr(torch, args.dtype)))
+            key = parameters.get(name, name)  # a buffer has no other name
+            state[name] = converted.setdefault(key, weight.to(getattr(torch, args.dtype)))
 
     hidden = out / ".model"
     shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save

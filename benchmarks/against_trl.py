@@ -583,7 +583,7 @@ def compare(args: Args, shape: str, work: str, tokens: int) -> str:
             continue
         seconds = [run["seconds"] for run in found]
         rate = f"; {tokens / median(seconds):,.0f} tokens/s" if work == "reference" else ""
-        ratio = spread([run["seconds"] / our["seconds"] for run, our in zip(found, ours)])
+        ratio = "" if None in ours else spread([run["seconds"] / our["seconds"] for run, our in zip(found, ours)])
         peak, before = (max(run.get(name, 0) for run in found) for name in ("peak", "before"))
         print(f"| {work} | {side} | {spread(seconds)}{rate} | {ratio} | {peak:.2f} | {before:.2f} |",
               flush=True)
@@ -592,7 +592,9 @@ def compare(args: Args, shape: str, work: str, tokens: int) -> str:
         return f"\n{work}: tokens per sample of {lengths}"
     if work == "reference":
         return ""
-    curves = [runs[side][0]["losses"] for side in sides]
+    if len(runs) < 2:
+        return ""
+    curves = [found[0]["losses"] for found in runs.values()]
     gap = max(abs(a - b) for a, b in zip(*curves))
     return f"\n{work}: the losses of {args.steps} steps differ by at most {gap:.1e}"
 

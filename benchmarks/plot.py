@@ -176,11 +176,11 @@ def main(args: Args):
             draw_comparison(results, args.out)
         return
 
-    plt = import_pyplot()
     runs = {name.removesuffix("/metrics.jsonl").rstrip("/"): read_run(name) for name in args.runs}
-    print_table({Path(name).name: lines for name, lines in runs.items()})
+    print_table(runs)
     if args.out is None:
         return
+    plt = import_pyplot()
 
     found = {name for lines in runs.values() for line in lines for name in line if name != "step"}
     names = list(args.metrics) or [name for name in METRICS if name in found]

@@ -300,7 +300,7 @@ def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
 
     losses = watch(monkeypatch, "reward_model", slow_loss)
     assert re.search(r"`rloo\.py --reward_model (\S+)/model`.* --out \1`", TABLE["reward_model"])
-    _, args = run("reward_model", steps=2, samples=64)  # it can write no answers
+    _, args = run("reward_model", steps=2, samples=64, gradient_checkpointing=True)  # it can write no answers
     judge = rloo.load_reward_model(f"{args.out}/model", "cpu", rloo.Args())
 
     rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args(score="keeps the columns"))

@@ -99,6 +99,12 @@ def test_prompts_of_chats_may_stand_in_the_answers_too_or_only_there(load):
         if prompt:
             row, = load([dict(prompt=prompt, completion=before + CHOSEN, label=True)], script=kto)
             assert row[:2] == expected[:2]
+    tokenizer = byte_level(chat_template=PLAIN)
+    for before in (BRIEF + PROMPT, PROMPT + said("Yes.") + said("And?", "user")):
+        pair = dict(chosen=before + CHOSEN, rejected=before + REJECTED)
+        for script in (dpo, kto):  # the string may be any question of what both begin with
+            expected = load([pair], tokenizer, script)
+            assert load([pair | dict(prompt=PROMPT[0]["content"])], tokenizer, script) == expected
     with bad_input("row 1: strings and messages are mixed"):
         load([dict(prompt=PROMPT, chosen=CHOSEN[0]["content"], rejected=REJECTED)])
 
@@ -135,7 +141,7 @@ def test_parts_of_text_are_joined_and_other_parts_refused(load, script):
 
 
 CALLS = "{% if tools %}{{ tools | tojson }}{% endif %}{{ loud }}{% for m in messages %}<{{ m.role }}>" \
-        "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}{{ m.content }}{% endfor %}" \
+        "{% if 'tool_calls' in m %}{{ m.tool_calls | tojson }}{% endif %}{{ m.content }}{% endfor %}" \
         "{% if add_generation_prompt %}<assistant>{% endif %}"
 
 
@@ -159,10 +165,12 @@ def test_nulls_are_no_values_at_any_depth(load):
     filled["tools"][0]["function"]["parameters"] |= dict(width=None)
     filled["chosen"][0]["tool_calls"][0]["function"]["arguments"] |= dict(width=None)
     filled["prompt"][0] |= dict(tool_calls=None)
-    as_string = TOOLS[0] | dict(tools=json.dumps(TOOLS[0]["tools"]))
-    rows = [load([row], tokenizer, chat_template_kwargs=dict(loud="!"))[0] for row in (TOOLS[0], filled, as_string)]
-    assert rows[0] == rows[1] == rows[2]
-    prompt, chosen, _ = decode(rows[0], tokenizer)
+    sources = [TOOLS[0], filled, TOOLS[0] | dict(prompt=[TOOLS[0]["prompt"][0] | dict(tool_calls=[])])]
+    for tools in (json.dumps(TOOLS[0]["tools"]), list(map(json.dumps, TOOLS[0]["tools"]))):
+        sources.append(TOOLS[0] | dict(tools=tools))
+    first, *others = [load([row], tokenizer, chat_template_kwargs=dict(loud="!"))[0] for row in sources]
+    assert others == [first] * 4
+    prompt, chosen, _ = decode(first, tokenizer)
     assert '"enum": ["Brest", null]' in prompt and "]!<user>" in prompt and '{"port": "Brest"}' in chosen
 
 
@@ -235,7 +243,8 @@ def test_rows_whose_question_would_be_trained_are_dropped(load, capsys, script):
     """As Mistral's, this template writes the system message before the last message, if a user wrote that."""
     template = "{% for m in messages if m.role != 'system' %}" \
                "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content }}" \
-               "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+               "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}" \
+               "{% if add_generation_prompt %}<assistant>{% endif %}"
     tokenizer = byte_level(chat_template=template)
     rows = load([chat(), chat(), chat(system=BRIEF)], tokenizer, script)
     assert rows == load([chat(), chat()], tokenizer, script)

@@ -306,7 +306,7 @@ def test_a_score_may_change_its_inputs():
         prompts[0].append("more")
         return [len(prompts[0])]
 
-    row = dpo.Row((), (), (), (0, 0), (), {"prompt": [{"role": "user", "content": "q"}]})
+    row = dpo.Row((), (), (), (0, 0), (), {"prompt": [{"role": "user", "content": "q"}], "completions": "theirs"})
     assert [dpo.score_answers(score, [row], ["a"], Args()) for _ in range(2)] == [[2], [2]]
 
 

@@ -258,6 +258,14 @@ def test_reward_model_sees_no_end_that_was_cut_off(tmp_path, monkeypatch):
         assert ended.strip() == cut + "<|end|>" and cut.endswith(begin + "you")
 
 
+def test_reward_model_sees_the_tools_of_a_row(tmp_path):
+    path = classifier(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ tools }}")
+    judge = load_reward_model(path, "cpu", Args())
+    one, other = judge([chat("Hi")] * 2, [chat("you", "assistant")] * 2, [True] * 2, tools=[None, [dict(name="f")]])
+    assert one != other
+
+
 def test_bad_reward_models_are_refused(tmp_path):
     for name in (tiny(), classifier(tmp_path / "two", num_labels=2)):
         with bad_input(f"{name} is no classifier with one output, or lacks weights"):
