@@ -757,7 +757,7 @@ def split_prompt(columns: dict) -> tuple:
 
     if is_chat:
         chosen, rejected = chosen or [], rejected or []  # null beside messages
-        shared = chosen[:common_length(chosen, rejected)]
+        shared = list(chosen[:common_length(chosen, rejected)])
         question = {"role": "user", "content": prompt}
         if not prompt or question in shared:  # the prompt is what both conversations begin with
             prompt = shared

@@ -735,7 +735,7 @@ def split_prompt(columns: dict) -> tuple:
 
     if is_chat:
         answers = [answer or [] for answer in answers]  # null beside messages
-        shared = answers[0][:common_length(*answers)] if len(answers) == 2 else []
+        shared = list(answers[0][:common_length(*answers)]) if len(answers) == 2 else []
         question = {"role": "user", "content": prompt}
         if not prompt or question in shared:  # the prompt is what both conversations begin with
             prompt = shared
