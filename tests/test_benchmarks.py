@@ -43,17 +43,6 @@ def test_plot_prints_the_table_of_a_real_model_and_draws_it(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words, answer", [
-    ([], "name the folders of runs"), (["nowhere"], "nowhere has no metrics.jsonl"),
-    (["RUN", "--metrics", "lss"], "no metric lss in these runs, which have eval_kl")])
-def test_plot_answers_a_mistake_in_one_sentence(words, answer):
-    pytest.importorskip("matplotlib")
-    words = [word.replace("RUN", f"{ROOT}/benchmarks/runs/kto_sums/metrics.jsonl") for word in words]
-    found = subprocess.run([sys.executable, ROOT / "benchmarks/plot.py", *words], capture_output=True, text=True)
-    assert found.returncode and found.stderr.startswith(answer) and found.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
 def test_cache_becomes_columns_and_a_cache_again(tmp_path):
     datasets = pytest.importorskip("datasets")
     groups = [((5, 6), [(7, 8), (9,)]), ((5,), [(7,), (8, 9, 10)])]

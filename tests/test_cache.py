@@ -190,6 +190,13 @@ def test_two_jobs_share_a_file(path, whole):
     assert equal(two, one)  # a resumed run will read these numbers
 
 
+def test_a_link_to_a_file_stays_a_link(path, whole):
+    target = path.with_name("target.pkl")
+    path.symlink_to(target)
+    whole.save(path)
+    assert path.is_symlink() and equal(loaded(target), whole)
+
+
 @parametrize("name", HEADER)
 def test_file_of_another_run_is_refused(path, whole, name):
     ReferenceCache(**HEADER | {name: "THEIRS"}).save(path)

@@ -74,14 +74,6 @@ def byte_level(front=(), back=(), **options):
 
 # --- Rendering
 
-def test_chats_end_as_their_template_ends_them(load):
-    for row, source in zip(load(CHATS), CHATS, strict=True):
-        prompt, *answers = decode(row)
-        assert prompt == TOKENIZER.apply_chat_template(source["prompt"], tokenize=False, add_generation_prompt=True)
-        for name, answer in zip(("chosen", "rejected"), answers):
-            assert prompt + answer == TOKENIZER.apply_chat_template(source["prompt"] + source[name], tokenize=False)
-
-
 def test_strings_end_with_one_eos_token(load):
     first, second = load([TEXT, dict(TEXT, chosen=TEXT["chosen"] + END)])
     assert decode(first) == ["The tea", " was warm." + END, " was bad." + END]
@@ -275,13 +267,15 @@ def test_rows_are_divided_by_whole_prompts(load, tmp_path):
 
 # --- Rows that are left out
 
-def test_long_rows_are_dropped_and_counted(load, capsys):
-    rows = [dict(TEXT, prompt=" tea" * n) for n in (*range(1, 20), 500)]
-    limit = max(len(row.prompt + answer) for row in load(rows[:-1]) for answer in (row.chosen, row.rejected))
+@parametrize("script, answers", [(dpo, ("chosen", "rejected")), (kto, ("completion",)), (rloo, ())])
+def test_long_rows_are_dropped_and_counted(load, capsys, script, answers):
+    rows = [dict(RATED if script is kto else TEXT, prompt=" tea" * n) for n in (*range(1, 20), 500)]
+    last = load(rows[:-1], script=script)[-1]
+    limit = len(last.prompt) + max((len(getattr(last, name)) for name in answers), default=0)
     capsys.readouterr()
-    assert len(load(rows, max_length=limit)) == 19
-    assert re.search(rf"19 of 20 rows.*1 dropped: longer than {limit} tokens", capsys.readouterr().out)
-    assert len(load(rows, max_length=limit - 1)) == 18
+    assert len(load(rows, script=script, max_length=limit)) == 19
+    assert re.search(rf"19 (answers )?of 20 rows.*1 dropped: longer than {limit} tokens", capsys.readouterr().out)
+    assert len(load(rows, script=script, max_length=limit - 1)) == 18
 
 
 @parametrize("good, bad, script, words", [
@@ -303,14 +297,11 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, good, bad
 
 @parametrize("script, bad, words", [
     ("dpo", dict(question="q", good="a"), "has no column 'chosen': it has question, good"),
-    ("kto", dict(prompt="q", good="a"), "has no column 'completion': it has prompt, good"),
     ("kto", dict(prompt="q", completion="a"), "label is None: expected true, false, 1 or 0"),
     ("rloo", dict(question="q"), "has no column 'prompt': it has question"),
     ("dpo", dict(chosen=" a b", rejected=" a c"), "strings need a column 'prompt'.*prepare_chat.py --strings"),
     ("kto", dict(completion=said("a"), label=1), "has no column 'prompt'.*prepare_chat.py"),
     ("dpo", dict(TEXT, chosen=5), "chosen is 5: expected a string, or a list of messages with a role"),
-    ("kto", dict(RATED, completion=said("a")[0]), "completion is {.*}: expected a string, or a list of messages"),
-    ("rloo", dict(prompt=["q"]), "prompt is ..q..: expected a string, or a list of messages"),
     ("dpo", dict(TEXT, chosen=[{"from": "gpt"}]), "chosen is .{'from': 'gpt'}.: expected a string, or a list"),
     ("kto", dict(RATED, label="yes"), "label is 'yes': expected true, false, 1 or 0"),
     ("rloo", '{"prompt": ', "Expecting value")])
@@ -454,7 +445,7 @@ def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, capsys, scri
     assert "(0 with a prompt of the former)" in capsys.readouterr().out
 
 
-@parametrize("script", [dpo, kto])
+@parametrize("script", [dpo, kto, rloo])
 def test_tokens_that_the_model_lacks_are_refused(tmp_path, script):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
     folder = save(build("llama", TINY | dict(vocab_size=300)), "few_tokens")

@@ -56,7 +56,6 @@ def test_files_of_a_finished_run(run):
     assert names == {"model", "metrics.jsonl", "samples.jsonl", "args.json", "reference_logprobs.pkl"}  # no checkpoint
     lines = read(first.out / "metrics.jsonl")
     assert without_speed(lines) == first.history
-    assert min(line[name] for line in lines[1:] for name in ("seconds", "tokens_per_second")) > 0
     assert [(line["step"], "eval_loss" in line) for line in lines] == [(0, True), (1, False), (2, True), (3, True)]
     prompts = [TOKENIZER.decode(row.whole_prompt) for row in load_rows(first.args.eval_data, TOKENIZER, first.args)[:2]]
     samples = [(sample["step"], sample["prompt"], sample["score"]) for sample in read(first.out / "samples.jsonl")]
@@ -174,8 +173,9 @@ def test_steps_0_only_fills_the_cache(script, monkeypatch):
     assert len(SCRIPTS[script].main(replace(args, steps=1, samples=0))) == 2, "the same folder goes on"
 
 
-def test_steps_follow_from_epochs(run):
-    assert len(run("dpo", steps=-1, epochs=0.6, batch_size=4).history) == 1 + 2
+@EACH
+def test_steps_follow_from_epochs(run, script):
+    assert len(run(script, steps=-1, epochs=0.6, batch_size=4).history) == 1 + 2
 
 
 @BOTH
@@ -186,15 +186,17 @@ def test_only_what_the_run_needs_is_scored(run, script):
     assert len(cache) == 2 * (2 * 2 + 3)
 
 
-def test_log_probs_of_another_model_stop_the_run(monkeypatch):
-    """As of a cache that was made by other code."""
-    def load_another(name, *rest, trains=False, load_model=dpo.load_model):
+@EACH
+def test_log_probs_of_another_model_stop_the_run(script, monkeypatch):
+    module = SCRIPTS[script]
+
+    def load_another(name, *rest, trains=False, load_model=module.load_model):
         return load_model(name if trains else tiny(1), *rest, trains=trains)
 
-    monkeypatch.setattr(dpo, "load_model", load_another)
-    args = arguments()
+    monkeypatch.setattr(module, "load_model", load_another)
+    args = arguments(script, ref="live")
     with bad_input("differ by"):
-        dpo.main(args)
+        module.main(args)
     assert not Path(args.out, "model").exists()
 
 
@@ -319,9 +321,7 @@ def test_score_is_tried_before_the_reference_pass(script, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         SCRIPTS[script].main(arguments(script, score=f"{Path(dpo.__file__).parent}/demo/score.py:rate"))
     first, *_ = read(data(script)[1])
-    (columns,), ((answer,),) = calls, calls[0]["completions"]
-    assert columns["prompts"] == [first["prompt"]]
-    assert answer["content"] == first["chosen" if script == "dpo" else "completion"][0]["content"]
+    assert [columns["prompts"] for columns in calls] == [[first["prompt"]]]
 
 
 @parametrize("answers, distinct, ended", [([(5,), (5,)], 1, 1), ([(5,) * 4, (6,) * 3], 2, 0.5), ([(5,) * 4] * 2, 1, 0)])

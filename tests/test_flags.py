@@ -41,6 +41,7 @@ def test_smallest_values_are_accepted(script):
     flags = dict(steps=-1, lr=1e-30, warmup=0.0, batch_size=1, lora_r=1, max_grad_norm=0.0, eval_size=0)
     flags |= dict(k=2, beta=0.0, max_new_tokens=1) if script == "rloo" else {}
     assert vars(resolve(script, **flags)).items() >= flags.items()
+    assert resolve(script, max_length=10**6).max_length <= 256, "the model has no more positions"
 
 
 @EACH
@@ -91,6 +92,8 @@ def test_folder_without_out_goes_on_or_is_the_next(script, monkeypatch, tmp_path
         folder.mkdir(parents=True)
         assert resolve(script, out=None).out == str(folder)
         (folder / "model").mkdir()
+    with bad_input("out/.* holds a finished run: name another --out"):
+        resolve(script, out=f"out/{script}")
 
 
 # --- A user's own functions

@@ -125,7 +125,8 @@ OTHER = dict(ref_model=tiny(1), lr=1e-3, seed=3)  # z is positive
 
 
 @parametrize("script, changes", [
-    ("dpo", dict(weight_decay=2.0)), ("kto", dict(desirable_weight=1.3, undesirable_weight=0.7, **OTHER)),
+    ("dpo", dict(weight_decay=2.0)),
+    ("kto", dict(desirable_weight=1.3, undesirable_weight=0.7, weight_decay=2.0, **OTHER)),
     pytest.param("dpo", dict(ref="swap", **LORA), marks=needs_peft)])
 def test_run_equals_a_slow_loop(run, script, changes):
     begin = tiny()

@@ -297,18 +297,19 @@ def test_other_rows_and_weights_are_another_run(script, tmp_path):
         assert differing()[-1:] == [f"{name}'s weights"]
 
 
-@parametrize("save_every", [0, 1])
-def test_folder_of_another_run_or_script_is_refused(save_every, tmp_path, monkeypatch):
+@parametrize("script, save_every", [("dpo", 1), ("dpo", 0), ("kto", 0), ("rloo", 0)])
+def test_folder_of_another_run_or_script_is_refused(script, save_every, tmp_path, monkeypatch):
     """Also if its model was moved away, and if it never saved a checkpoint."""
-    args = arguments(out=str(tmp_path), steps=1, save_every=save_every)
-    dpo.main(args)
+    main = SCRIPTS[script].main
+    args = arguments(script, out=str(tmp_path), steps=1, save_every=save_every)
+    main(args)
     (tmp_path / "model").rename(tmp_path / "mine")
     before = contents(tmp_path)
     with bad_input("a run with other lr: name another --out"):
-        dpo.main(replace(args, lr=0.1))
-    monkeypatch.setattr(dpo, "__file__", "orpo.py")
+        main(replace(args, lr=0.1))
+    monkeypatch.setattr(SCRIPTS[script], "__file__", "orpo.py")
     with bad_input("a run with other script: name another --out"):
-        dpo.main(args)
+        main(args)
     assert contents(tmp_path) == before
 
 

@@ -31,9 +31,6 @@ def vowels(completions, **columns):
 def constant(completions, **columns):
     return ([0.7, None] * len(completions))[:len(completions)]
 
-def silent(completions, **columns):
-    return [None] * len(completions)
-
 def infinite(completions, **columns):
     return [float("-inf")] * len(completions)
 
@@ -148,7 +145,10 @@ def test_reward_files_of_one_name_are_two_modules(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "rules.py").write_text(f"def f():\n    return '{folder}'\n\ndef g():\n    pass")
-    functions = functions_of(*(f"{tmp_path}/{name}" for name in ("one/rules.py:f", "one/rules.py:g", "two/rules.py:f")))
+    specs = tuple(f"{tmp_path}/{name}" for name in ("one/rules.py:f", "one/rules.py:g", "two/rules.py:f"))
+    weights = [weight for *_, weight in rloo.load_rewards("cpu", Args(reward=specs, reward_weights=(3.0, 1.0, 2.0)))]
+    assert weights == [3, 1, 2]
+    functions = functions_of(*specs)
     assert functions[0]() == "one" and functions[2]() == "two"
     for function in functions:
         assert vars(sys.modules[function.__module__])[function.__name__] is function
@@ -281,11 +281,13 @@ def sums(model, groups, temperature):
 
 
 @parametrize("changes", [
-    dict(updates_per_rollout=2, temperature=0.8, mask_truncated=True) | DEMO, dict()], ids=str)
+    dict(updates_per_rollout=2, temperature=0.8, mask_truncated=True) | DEMO,
+    dict(ref="live", ref_model=tiny(1))], ids=["demo", "other reference"])
 def test_training_equals_a_slow_loop(rolled, changes):
     one = rolled(**changes)
     args = replace(Args(lr=1e-3), **changes)
-    policy, reference = (AutoModelForCausalLM.from_pretrained((FLAGS | changes)["model"]) for _ in range(2))
+    begin = (FLAGS | changes)["model"]
+    policy, reference = map(AutoModelForCausalLM.from_pretrained, (begin, changes.get("ref_model", begin)))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step, samples in enumerate(one.steps, 1):
         optimizer.param_groups[0]["lr"] = learning_rate(step, 2, args)

@@ -1,5 +1,4 @@
 """What the scripts share: order, functions of the same text, help, the README's commands and code, the demo."""
-import ast
 import re
 import runpy
 import shlex
@@ -55,13 +54,6 @@ def test_functions_of_one_name_are_the_same_text():
 
 def test_refcache_knows_no_script():
     assert not re.search(r"\bargs\.|\b(dpo|kto|rloo)\.py", TEXTS["refcache"])
-
-
-@EACH
-def test_every_flag_is_used(script):
-    read = {node.attr for node in ast.walk(ast.parse(TEXTS[script])) if isinstance(node, ast.Attribute)}
-    read |= set(re.findall(r'"(\w+)"', TEXTS[script]))
-    assert not set(SCRIPTS[script].Args.__dataclass_fields__) - read
 
 
 # --- The command line

@@ -2,13 +2,11 @@
 import json
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
 from runs import ROOT, TOKENIZER, read
 
-import rloo
 
 SUMS = runpy.run_path(str(ROOT / "demo/sums.py"))
 
@@ -58,20 +56,3 @@ def test_recipe_of_reasoning_gym(monkeypatch, tmp_path):
     entries = [row["entry"] for row in rows]
     right = [[{"content": f"It is {entry['answer']}"}] for entry in entries]
     assert set(score(right, entries)) == {1.0} and score([[{"content": "no"}]], entries[:1]) == [0.0]
-
-
-@pytest.mark.slow
-def test_rloo_teaches_sums_to_a_real_chat_model(tmp_path):
-    folder = tmp_path / "smollm2"
-    command = [sys.executable, ROOT / "demo/get_model.py", "smollm2", folder]
-    made = subprocess.run(command, capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"the model cannot be made here: {made.stderr[-300:]}")
-    assert "The capital of France is Paris." in made.stdout
-
-    SUMS["main"](tmp_path)
-    history = rloo.main(rloo.Args(
-        model=str(folder), data=f"{tmp_path}/prompts.jsonl", eval_data=f"{tmp_path}/prompts_test.jsonl",
-        reward=(f"{ROOT}/demo/sums.py:right",), out=f"{tmp_path}/out", k=8, lr=5e-6, beta=0.01, max_new_tokens=12,
-        steps=12, schedule="constant", dtype="bfloat16", save_every=0))
-    assert history[-1]["eval_reward"] >= 2 * history[0]["eval_reward"] > 0
