@@ -94,11 +94,10 @@ def test_memory_flags_change_memory_only(run, script, tokens):
 
 @EACH
 def test_a_forward_that_only_fsdp_needs_counts_nothing(run, script, monkeypatch):
-    module = SCRIPTS[script]
+    expected, module = run(script).history, SCRIPTS[script]
     monkeypatch.setattr(module, "micro_batches", lambda *inputs, original=module.micro_batches: (
         [*original(*inputs), ([0], 0.0)]))
-    history = without_speed(module.main(arguments(script)))
-    for values, theirs in zip(history, run(script).history, strict=True):
+    for values, theirs in zip(without_speed(module.main(arguments(script))), expected, strict=True):
         assert values == pytest.approx(theirs, abs=1e-5, rel=1e-4)
 
 
