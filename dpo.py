@@ -763,6 +763,7 @@ def split_prompt(columns: dict) -> tuple:
             prompt = shared
         elif isinstance(prompt, str):
             prompt = [question]
+
         n = len(prompt)
         if chosen[:n] == rejected[:n] == prompt:
             chosen, rejected = chosen[n:], rejected[n:]

@@ -741,6 +741,7 @@ def split_prompt(columns: dict) -> tuple:
             prompt = shared
         elif isinstance(prompt, str):
             prompt = [question]
+
         n = len(prompt)
         if all(answer[:n] == prompt for answer in answers):
             answers = [answer[n:] for answer in answers]
