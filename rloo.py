@@ -921,7 +921,7 @@ def template_of(columns: dict, tokenizer, args: Args):
     tools = without_nulls(columns.get("tools")) or []
     if isinstance(tools, str):
         tools = json.loads(tools)
-    tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]  # some files hold strings
     options = args.chat_template_kwargs | without_nulls(columns.get("chat_template_kwargs") or {})
     return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools or None, **options)
 
@@ -944,7 +944,7 @@ def read_text(columns: dict, name: str) -> str | list[dict]:
     if not isinstance(text, list) or any("role" not in message for message in text):
         raise ValueError(f"{name} is {text!r:.99}: expected a string, or a list of messages with a role")
     for message in text:
-        if not message.get("tool_calls", True):  # some templates take an empty list for calls
+        if message.get("tool_calls") == []:  # some templates take an empty list for calls
             del message["tool_calls"]
         parts = message.get("content")
         if isinstance(parts, list):
