@@ -43,7 +43,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
 Groups = list[tuple[tuple[int, ...], list[tuple[int, ...]]]]
 Ragged = list[list[torch.Tensor]]  # for each group, for each completion: (len(completion),)
@@ -673,8 +673,10 @@ def check_exact(core, lay_out):
     (found,) = forward(core, [(prompt, completions)], lay_out)
 
     if lay_out is lay_out_shared:
+        # The rows here are too short to show a window, so each layer that has one must have named it.
         n_windows = sum(window is not None for window in SERVED.values())
-        if len(SERVED) < config.num_hidden_layers or n_windows < count_windows(config):
+        has_all_windows = n_windows >= sum(DynamicCache(config=core.config).is_sliding)
+        if len(SERVED) < config.num_hidden_layers or not has_all_windows:
             raise BadInput("not all layers use the attention that lets completions share a prompt")
 
     for completion, logprobs in zip(completions, found):
@@ -692,14 +694,6 @@ def check_exact(core, lay_out):
             raise BadInput(
                 f"{type(core).__name__} is not supported, other tokens change log-probs by {error:.2g} nats: "
                 "no causal language model, dropout, or NaN weights; in bfloat16, try float32")
-
-
-def count_windows(config) -> int:
-    """The number of layers with a sliding window. The rows of check_exact are too short to show one."""
-    layers = getattr(config, "layer_types", None)
-    if layers:
-        return layers.count("sliding_attention")
-    return config.num_hidden_layers if getattr(config, "sliding_window", None) else 0
 
 
 # ---- Several processes (torchrun): FSDP2 splits the weights ----------
