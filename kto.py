@@ -411,6 +411,11 @@ def resolve(args: Args) -> Args:
     if args.batch_size < 1 or args.max_new_tokens < 1:
         raise BadInput("--batch_size and --max_new_tokens must be at least 1")
 
+    # tyro reads only True and False as truth values. Any other word is a string, which counts as true.
+    truths = {"true": True, "false": False}
+    options = args.chat_template_kwargs.items()
+    args.chat_template_kwargs = {name: truths.get(value, value) for name, value in options}
+
     # Absolute paths: a user's function may change the working directory.
     args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
     args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
@@ -537,10 +542,11 @@ def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[
     names = set().union(*(row.columns for row in rows))
     columns = {name: [deepcopy(row.columns.get(name)) for row in rows] for name in names}  # copies
     prompts = columns.pop("prompt")
-    if not isinstance(prompts[0], str):
-        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    completions = []
+    for prompt, text in zip(prompts, texts):
+        completions.append(text if isinstance(prompt, str) else [{"role": "assistant", "content": text}])
 
-    values = score(**columns | dict(prompts=prompts, completions=texts))
+    values = score(**columns | dict(prompts=prompts, completions=completions))
     values = list(values) if isinstance(values, Iterator) else values
     if isinstance(values, dict | set | str) or len(values) != len(texts):
         raise BadInput(f"{args.score} returned {str(values)[:99]}: expected {len(texts)} numbers or None")
@@ -660,9 +666,11 @@ def read_rows(source: str):
     ending = Path(source).suffix
     if Path(source).is_file() and ending not in ENDINGS:
         raise BadInput(f"{source}: expected a file that ends with {', '.join(ENDINGS)}")
-    if ending == ".jsonl":
+    if ending in (".jsonl", ".json"):
         with open(source, encoding="utf-8-sig") as file:
-            return [line for line in file if line.strip()]
+            lines = [line for line in file if line.strip()]
+        is_list = bool(lines) and lines[0].startswith("[")  # one JSON list, on any number of lines
+        return json.loads("".join(lines)) if is_list else lines
 
     import datasets
     if ending in ENDINGS:
@@ -700,7 +708,8 @@ def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]
         if not all(text.startswith(messages) for text in texts):
             counts["dropped: the template writes another prompt where an answer follows"] += 1
             return []
-    if any(map(drops_text, texts, (prompt[-1:], *answers))):
+    kept = [message for message in prompt[:-1] if message["role"] != "assistant"]  # old thoughts may go
+    if any(map(drops_text, texts, (kept + prompt[-1:], *answers))):
         counts["with text that the template drops"] += 1
     return [(columns, texts)]
 
@@ -783,11 +792,13 @@ def texts_in(value) -> list[str]:
 
 
 def without_nulls(value):
-    """Without keys that are null, at any depth: files of columns fill them in."""
+    """A JSON value without keys that are null, at any depth: files of columns fill them in."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
+    if not isinstance(value, str | int | float | None):  # a template would write "<datetime>"
+        raise ValueError(f"{value!r:.99} is no JSON value: give it as a string, for example in a .jsonl file")
     return value
 
 

@@ -446,6 +446,11 @@ def resolve(args: Args) -> Args:
     if not (args.model and args.data):
         raise BadInput("give both --model and --data, or neither for the demo")
 
+    # tyro reads only True and False as truth values. Any other word is a string, which counts as true.
+    truths = {"true": True, "false": False}
+    options = args.chat_template_kwargs.items()
+    args.chat_template_kwargs = {name: truths.get(value, value) for name, value in options}
+
     # Absolute paths: a user's function may change the working directory.
     args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
     args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
@@ -834,9 +839,7 @@ def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
     rows = []
     counts = Counter(rows=0)
     for columns, (prompt,) in tokenize_rows(source, tokenizer, args, counts):
-        if not prompt:
-            counts["dropped: an empty prompt"] += 1
-        elif len(prompt) > args.max_length:
+        if len(prompt) > args.max_length:
             counts[f"dropped: longer than {args.max_length} tokens"] += 1
         else:
             rows.append(Row(as_tuple(prompt), columns))
@@ -881,9 +884,11 @@ def read_rows(source: str):
     ending = Path(source).suffix
     if Path(source).is_file() and ending not in ENDINGS:
         raise BadInput(f"{source}: expected a file that ends with {', '.join(ENDINGS)}")
-    if ending == ".jsonl":
+    if ending in (".jsonl", ".json"):
         with open(source, encoding="utf-8-sig") as file:
-            return [line for line in file if line.strip()]
+            lines = [line for line in file if line.strip()]
+        is_list = bool(lines) and lines[0].startswith("[")  # one JSON list, on any number of lines
+        return json.loads("".join(lines)) if is_list else lines
 
     import datasets
     if ending in ENDINGS:
@@ -911,7 +916,8 @@ def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]
     is_begun = prompt[-1]["role"] == "assistant"  # an answer that the samples continue
     text = template_of(columns, tokenizer, args)(
         prompt, add_generation_prompt=not is_begun, continue_final_message=is_begun)
-    if drops_text(text, prompt[-1:]):
+    kept = [message for message in prompt[:-1] if message["role"] != "assistant"]  # old thoughts may go
+    if drops_text(text, kept + prompt[-1:]):
         counts["with text that the template drops"] += 1
     return [(columns, [text])]
 
@@ -964,11 +970,13 @@ def texts_in(value) -> list[str]:
 
 
 def without_nulls(value):
-    """Without keys that are null, at any depth: files of columns fill them in."""
+    """A JSON value without keys that are null, at any depth: files of columns fill them in."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [without_nulls(item) for item in value]
+    if not isinstance(value, str | int | float | None):  # a template would write "<datetime>"
+        raise ValueError(f"{value!r:.99} is no JSON value: give it as a string, for example in a .jsonl file")
     return value
 
 
