@@ -29,7 +29,7 @@ Metrics: loss, kl, learning_rate, seconds, tokens_per_second, and
     completions/clipped_ratio, clip_ratio    samples that were cut off; samples whose ratio is clipped
     sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max
                                              |log π − log π of the sampler| per token
-    grad_norm, memory_gb                     before clipping; peak of the GPU
+    grad_norm, memory_gb                     before clipping (of the last update, as loss); peak of the GPU
     eval_*                                   of one sample per held-out prompt
 
 Not here: a critic, another engine for sampling, tensor or pipeline parallelism, images.
@@ -487,8 +487,9 @@ def resolve(args: Args) -> Args:
         raise BadInput("--k must be at least 2; --updates_per_rollout, --batch_size, --max_new_tokens 1")
     if args.lora_r == 0:
         raise BadInput("--lora_r 0: at least 1; leave it out to train all weights")
-    if not (args.lr > 0 and args.temperature > 0 and args.epochs > 0):  # `not >` also catches NaN
-        raise BadInput("--lr, --temperature and --epochs must be above 0")
+    positive = (args.lr, args.temperature, args.epochs, args.clip_eps)
+    if not all(value > 0 for value in positive):  # `not >` also catches NaN
+        raise BadInput("--lr, --temperature, --epochs and --clip_eps must be above 0")
     if args.steps < -1 or not (args.beta >= 0 and args.max_grad_norm >= 0 and args.warmup >= 0):
         raise BadInput("--steps is -1 or more; --beta, --max_grad_norm and --warmup are 0 or more")
 
@@ -656,7 +657,7 @@ def load_rewards(device: str, args: Args) -> list[tuple]:
     names, functions = [], []
     for spec in args.reward:
         file, _, name = spec.rpartition(":")
-        names.append(name)
+        names.append(spec if name in names else name)  # each has a metric of its own
         functions.append(getattr(load(file), name))
 
     if args.reward_model:
