@@ -2,23 +2,20 @@
 import re
 import shutil
 import subprocess
-from types import ModuleType
 
 import pytest
 import torch
 from runs import ROOT, arguments, read, without_speed
-from test_changes import apply, needs_patch, resumed
+from test_changes import apply, module_of, needs_patch, resumed
+from test_scripts import blocks
 
-PAGE = (ROOT / "docs/change_it.md").read_text()
-IDIOMS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.S | re.M)
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
+PAGE = "docs/change_it.md"
+IDIOMS = blocks(PAGE, "diff")
+PROGRAMS = blocks(PAGE)
 
 
 def changed(idiom):
-    module = ModuleType("idiom")
-    module.__file__ = str(ROOT / "dpo.py")
-    exec(apply(idiom, (ROOT / "dpo.py").read_text()), vars(module))
-    return module
+    return module_of(apply(idiom, (ROOT / "dpo.py").read_text()), "idiom", "dpo")
 
 
 def test_another_optimizer_resumes_bitwise(monkeypatch):
@@ -58,8 +55,9 @@ def test_commands_of_the_page_make_scripts(tmp_path):
     for name in ("dpo.py", "rloo.py"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "changes").symlink_to(ROOT / "changes")
-    one, stacked, _ = re.search(r"^```bash\n(.*?)^```", PAGE, re.S | re.M)[1].splitlines()
+    one, stacked, _ = blocks(PAGE, "bash")[0].splitlines()
     for command in (one.partition(" && ")[0], stacked.replace(";", " &&")):
         subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     assert "log_odds" in (tmp_path / "orpo.py").read_text()
-    assert {"nf4", "k3"} <= set(re.findall(r"nf4|k3", (tmp_path / "my.py").read_text()))
+    mine = (tmp_path / "my.py").read_text()
+    assert "nf4" in mine and "k3" in mine

@@ -1,22 +1,23 @@
-"""rloo.py: advantages and gradients by hand, rewards, training against a slow loop of two models, samples."""
+"""rloo.py: advantages and gradients by hand, rewards, training against a slow loop, samples."""
 import asyncio
 import math
 import sys
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from models import bad_input, logps, parametrize
-from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, read, tiny, weights_of, without_speed
+from models import bad_input, parametrize
+from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, done, read, same, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
+from slow_samples import BETA, add_logps, batch_of
 from torch import tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import rloo
+import slow_samples
 from rloo import (
     Args, Row, Samples, compute_rewards, leave_one_out, learning_rate, load_reward_model, main, policy_loss, rollout,
     rows_in_order)
@@ -26,7 +27,7 @@ MODEL = model_with_many_ends()
 NAN = math.nan
 REWARDS = """
 def vowels(completions, **columns):
-    return [sum(x in "aeiou" for x in (y if isinstance(y, str) else y[-1]["content"])) / 10 for y in completions]
+    return [sum(x in "aeiou" for x in message["content"]) / 10 for (message,) in completions]
 
 def constant(completions, **columns):
     return ([0.7, None] * len(completions))[:len(completions)]
@@ -40,38 +41,39 @@ def silent_at_step_2(completions, calls=[], **columns):
 """
 
 
+FILE = Path(FOLDER.name) / "rewards_of_test_rloo.py"
+FILE.write_text(REWARDS)
+FLAGS = dict(model=MODEL, reward=(f"{FILE}:vowels",), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=6)
+
+
 def vowels(text):
     return sum(x in "aeiou" for x in text) / 10
 
 
-FILE = Path(FOLDER.name) / "rewards_of_test_rloo.py"
-FILE.write_text(REWARDS)
-FLAGS = dict(model=MODEL, reward=(f"{FILE}:vowels",), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=6)
+def texts_of(samples):
+    """k texts per prompt."""
+    return [[TOKENIZER.decode(y, skip_special_tokens=True) for y in ys] for _, ys in samples.groups]
 
 
 def chat(text, role="user"):
     return [{"role": role, "content": text}]
 
 
-@pytest.fixture(scope="module")
-def rolled():
-    """rolled(**changes) -> metrics, weights and samples of a run. Tests share runs with the same changes."""
-    @cache
-    def run(changes):
-        args = arguments("rloo", **FLAGS | dict(changes))
-        drawn = []
+def rolled(**changes):
+    """A run and the samples of its steps. Equal runs are made only once."""
+    steps = []
 
-        def spy(*inputs, **options):
-            drawn.append(rollout(*inputs, **options))
-            return drawn[-1]
+    def spy(*inputs, k, **options):
+        samples = rollout(*inputs, k=k, **options)
+        if k > 1:  # no evaluation
+            steps.append(samples)
+        return samples
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rloo, "rollout", spy)
-            history = without_speed(main(args))
-        steps = [samples for samples in drawn if len(samples.groups[0][1]) > 1]
-        out = Path(args.out)
-        return SimpleNamespace(history=history, weights=weights_of(out / "model"), drawn=drawn, steps=steps, out=out)
-    return lambda **changes: run(tuple(sorted(changes.items())))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rloo, "rollout", spy)
+        run = done("rloo", tuple(sorted((FLAGS | changes).items())))
+    vars(run).setdefault("steps", steps)
+    return run
 
 
 # --- Advantages and loss, by hand
@@ -136,32 +138,26 @@ def test_coroutines_share_an_event_loop():
     assert len(loops) == 1
 
 
-def functions_of(*specs):
-    return [function for _, function, _ in rloo.load_rewards("cpu", Args(reward=specs))]
-
-
 def test_reward_files_of_one_name_are_two_modules(tmp_path):
-    """A process pool finds a function by the name of its module."""
+    """Also beside a module that is loaded. A process pool finds a function by the name of its module."""
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "rules.py").write_text(f"def f():\n    return '{folder}'\n\ndef g():\n    pass")
-    specs = tuple(f"{tmp_path}/{name}" for name in ("one/rules.py:f", "one/rules.py:g", "two/rules.py:f"))
-    weights = [weight for *_, weight in rloo.load_rewards("cpu", Args(reward=specs, reward_weights=(3.0, 1.0, 2.0)))]
-    assert weights == [3, 1, 2]
-    functions = functions_of(*specs)
+        (tmp_path / folder / "json.py").write_text(f"def f():\n    return '{folder}'\n\ndef g():\n    pass")
+    specs = tuple(f"{tmp_path}/{name}" for name in ("one/json.py:f", "one/json.py:g", "two/json.py:f"))
+    args = Args(reward=specs, reward_weights=(3.0, 1.0, 2.0))
+
+    _, functions, weights = zip(*rloo.load_rewards("cpu", args))
+    assert weights == args.reward_weights
     assert functions[0]() == "one" and functions[2]() == "two"
     for function in functions:
         assert vars(sys.modules[function.__module__])[function.__name__] is function
-
-
-def test_reward_file_is_read_anew_and_replaces_no_module(tmp_path):
-    """Neither an installed module of its name, nor one that is loaded, such as json."""
-    for name in ("json", "antigravity"):
-        for value in (1, 2):
-            (tmp_path / f"{name}.py").write_text(f"def f():\n    return {value}")
-            function, = functions_of(f"{tmp_path}/{name}.py:f")
-            assert function() == value
     assert sys.modules["json"].dumps
+
+
+def test_reward_file_is_read_anew(tmp_path):
+    for value in (1, 2):
+        (tmp_path / "rule.py").write_text(f"def f():\n    return {value}")
+        assert rloo.load_module(f"{tmp_path}/rule.py").f() == value
 
 
 def test_reward_is_tried_before_the_policy_is_loaded(monkeypatch):
@@ -193,13 +189,13 @@ def test_a_reward_may_change_its_inputs():
         assert score((reward, 1.0), rows=rows)[0].tolist() == [[2, 2], [2, 2]]
 
 
-@parametrize("value", [{0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}, {1.0, 2.0, 3.0, 4.0}, "1234", [1.0], [0.0] * 8], ids=str)
+@parametrize("value", [dict.fromkeys(range(4), 1.0), {1, 2, 3, 4}, "1234", [1.0], [0.0] * 8], ids=str)
 def test_what_is_no_list_of_numbers_is_refused(value):
     with bad_input("f1 returned .*: expected 4 numbers or None"):
         score((lambda **columns: [0.0] * 4, 1.0), (lambda **columns: value, 1.0))
 
 
-def test_step_without_any_reward_trains_nothing(rolled):
+def test_step_without_any_reward_trains_nothing():
     """Neither does Adam's momentum."""
     one, two = (rolled(reward=(f"{FILE}:silent_at_step_2",), steps=steps, schedule="constant") for steps in (1, 2))
     assert [values["frac_reward_none"] for values in two.history[1:]] == [0, 1]
@@ -227,35 +223,25 @@ def classifier(path, **changes):
 
 @parametrize("pad_token_id", [0, None])
 def test_reward_model_equals_one_forward_per_text(tmp_path, pad_token_id):
+    """A text ends with EOS if the sample has ended. The sample that is too long gets no reward."""
     path = classifier(tmp_path, pad_token_id=pad_token_id)
-    prompts = [chat(f"How was the soup? {n}") for n in range(6)]
-    answers = [chat("The soup was nice. " * (n + 1), "assistant") for n in range(6)]
+    question = chat("Soup?")
+    begun = question + chat("The", "assistant")
+    cases = [
+        ("Soup?", " Good.", True, "Soup? Good.<|end|>"),
+        ("Soup?", " Good.", False, "Soup? Good."),
+        (question, chat("Good. " * 100, "assistant"), True, None),
+        (question, chat("Good.", "assistant"), True, "<|user|>Soup?<|end|><|assistant|>Good.<|end|>"),
+        (question, chat("Good.", "assistant"), False, "<|user|>Soup?<|end|><|assistant|>Good."),
+        (begun, chat(" tea.", "assistant"), True, "<|user|>Soup?<|end|><|assistant|>The tea.<|end|>"),
+        (begun, chat(" tea.", "assistant"), False, "<|user|>Soup?<|end|><|assistant|>The tea."),
+    ]
+    prompts, completions, ended, texts = zip(*cases)
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
-    rows = [TOKENIZER.apply_chat_template(x + y, return_dict=False) for x, y in zip(prompts, answers)]
-    truth = [model(tensor([ids])).logits.item() for ids in rows]
-    for budget in (1, 120, 10**6):
+    truth = [model(tensor([TOKENIZER(text).input_ids])).logits.item() if text else NAN for text in texts]
+    for budget in (1, 40, 10**6):
         judge = load_reward_model(path, "cpu", Args(tokens_per_forward=budget))
-        assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
-    scores = judge(prompts[:2][::-1], [chat("The soup. " * 100, "assistant"), answers[0]], [True] * 2)
-    assert math.isnan(scores[0]) and scores[1] == pytest.approx(truth[0], abs=1e-5), "no reward for too long a sample"
-    begun = [x + chat("The soup", "assistant") for x in prompts]
-    ends = [chat(y["content"].removeprefix("The soup"), "assistant") for (y,) in answers]
-    assert judge(begun, ends, [True] * 6) == pytest.approx(truth, abs=1e-5)
-
-
-def test_reward_model_sees_no_end_that_was_cut_off(tmp_path, monkeypatch):
-    judge = load_reward_model(classifier(tmp_path), "cpu", Args())
-    seen = []
-
-    def functional_call(model, weights, kwargs):
-        seen.extend(kwargs["input_ids"])
-        return SimpleNamespace(logits=torch.zeros(len(kwargs["input_ids"]), 1))
-
-    monkeypatch.setattr(torch.func, "functional_call", functional_call)
-    for prompt, answer, begin in (("Hi", " you", ""), (chat("Hi"), chat("you", "assistant"), "<|assistant|>")):
-        judge([prompt] * 2, [answer] * 2, [True, False])
-        ended, cut = sorted((TOKENIZER.decode(ids[ids > 0]) for ids in seen[-2:]), key=len, reverse=True)
-        assert ended.strip() == cut + "<|end|>" and cut.endswith(begin + "you")
+        assert judge(prompts, completions, ended) == pytest.approx(truth, abs=1e-5, nan_ok=True)
 
 
 def test_reward_model_sees_the_tools_of_a_row(tmp_path):
@@ -274,45 +260,31 @@ def test_bad_reward_models_are_refused(tmp_path):
 
 # --- Training
 
-def sums(model, groups, temperature):
-    """log π of every sample, (B, k)."""
-    rows = logps(model, [(prompt, y) for prompt, ys in groups for y in ys], temperature)
-    return torch.stack([y.sum() for y in rows]).view(len(groups), -1)
-
-
 @parametrize("changes", [
     dict(updates_per_rollout=2, temperature=0.8, mask_truncated=True) | DEMO,
     dict(ref="live", ref_model=tiny(1))], ids=["demo", "other reference"])
-def test_training_equals_a_slow_loop(rolled, changes):
-    one = rolled(**changes)
+def test_training_equals_a_slow_loop(changes):
+    one = rolled(beta=BETA, **changes)
     args = replace(Args(lr=1e-3), **changes)
     begin = (FLAGS | changes)["model"]
     policy, reference = map(AutoModelForCausalLM.from_pretrained, (begin, changes.get("ref_model", begin)))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step, samples in enumerate(one.steps, 1):
+        rewards = tensor([list(map(vowels, texts)) for texts in texts_of(samples)])
+        if args.mask_truncated:
+            rewards = rewards.where(samples.ended, NAN)
+        batch = batch_of(samples, rewards, policy, reference, args.temperature)
         optimizer.param_groups[0]["lr"] = learning_rate(step, 2, args)
-        with torch.no_grad():
-            old, ref = (sums(model, samples.groups, args.temperature) for model in (policy, reference))
         for _ in range(args.updates_per_rollout):
-            loss = 0
-            new = sums(policy, samples.groups, args.temperature)
-            for b, (_, ys) in enumerate(samples.groups):
-                total = {}
-                for i, y in enumerate(ys):
-                    if samples.ended[b, i] or not args.mask_truncated:
-                        reward = vowels(TOKENIZER.decode(y, skip_special_tokens=True))
-                        total[i] = reward - args.beta * (old[b][i] - ref[b][i])
-                for i in total if len(total) > 1 else ():
-                    ratio = (new[b][i] - old[b][i]).exp()
-                    advantage = total[i] - sum(total[j] for j in total if j != i) / (len(total) - 1)
-                    loss = loss - torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / 16
+            add_logps(policy, batch, args.temperature)
+            loss = slow_samples.rloo(batch)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-        kl = (old - ref).sum()
+        kl = torch.cat([y.old - y.ref for prompt in batch for y in prompt])
         assert loss.item() == pytest.approx(one.history[step]["loss"], abs=1e-3)
-        assert kl / samples.mask.sum() == pytest.approx(one.history[step]["kl"], abs=1e-3)
+        assert kl.mean().item() == pytest.approx(one.history[step]["kl"], abs=1e-3)
     assert any(0 < values["completions/clipped_ratio"] < 1 for values in one.history[1:])
     assert (max(values["clip_ratio"] for values in one.history[1:]) > 0) == (args.updates_per_rollout > 1)
     gaps = torch.cat([(p - one.weights[name]).abs().flatten() for name, p in policy.named_parameters()])
@@ -320,18 +292,16 @@ def test_training_equals_a_slow_loop(rolled, changes):
     assert gaps.topk(20).values[-1] < 1e-4
 
 
-def test_memory_flags_change_no_sample_and_no_result(rolled):
+def test_memory_flags_change_no_sample_and_no_result():
     one = rolled()
     other = rolled(tokens_per_forward=60, gradient_checkpointing=True, rollout_tokens=1)
     assert [samples.groups for samples in one.steps] == [samples.groups for samples in other.steps]
-    for values, others in zip(one.history, other.history):
-        assert values == pytest.approx(others, abs=1e-4)
-    assert distance(one, other) < 2e-5
+    assert same(one, other)
 
 
 # --- Samples and files
 
-def test_files_hold_the_samples_and_metrics_of_the_run(rolled):
+def test_files_hold_the_samples_and_metrics_of_the_run():
     one = rolled(steps=3, eval_every=2)
     assert without_speed(read(one.out / "metrics.jsonl")) == one.history
     assert ["eval_reward" in values for values in one.history] == [True, False, True, True]
@@ -339,7 +309,7 @@ def test_files_hold_the_samples_and_metrics_of_the_run(rolled):
     assert [line["step"] for line in lines if line["held_out"]] == [0] * 3 + [2] * 3 + [3] * 3
 
     rows = rows_in_order(read(data("rloo")[0]), 12, 0)
-    texts = [TOKENIZER.decode(y, skip_special_tokens=True) for step in one.steps for _, ys in step.groups for y in ys]
+    texts = [text for samples in one.steps for row in texts_of(samples) for text in row]
     rewards = [vowels(text) for text in texts]
     trained = [line for line in lines if not line["held_out"]]
     for i, (line, text, reward) in enumerate(zip(trained, texts, rewards, strict=True)):
@@ -375,7 +345,7 @@ def test_sampling_logp_difference(monkeypatch):
     assert mean * values["completions/mean_length"] * 16 == pytest.approx(0.02, abs=1e-3)
 
 
-def test_lr_zero_changes_no_weight_and_no_held_out_sample(rolled):
+def test_lr_zero_changes_no_weight_and_no_held_out_sample():
     """Each evaluation uses the same random numbers."""
     one = rolled(lr=1e-30)
     assert distance(one, SimpleNamespace(weights=weights_of(MODEL))) == 0
@@ -383,7 +353,7 @@ def test_lr_zero_changes_no_weight_and_no_held_out_sample(rolled):
     assert lines[:3] == lines[3:] and len(set(lines)) > 1
 
 
-def test_steps_0_only_evaluates(rolled):
+def test_steps_0_only_evaluates():
     none = rolled(steps=0)
     assert [values["step"] for values in none.history] == [0]
     assert none.history[0].keys() >= {"eval_reward", "eval_kl"}
@@ -391,10 +361,11 @@ def test_steps_0_only_evaluates(rolled):
     assert "kl" not in rolled(beta=0.0).history[2]
 
 
-@parametrize("flags, expected", [
-    (dict(reward=(f"{FILE}:constant",)), [1, 0]), (dict(max_new_tokens=3, model=tiny()), [0, 1])], ids=str)
-def test_what_teaches_nothing_is_said_at_step_1(flags, expected, capsys):
-    equal = main(arguments("rloo", **FLAGS | flags))[1]["frac_reward_zero_std"]
-    assert equal == 1 if expected[0] else 0 <= equal < 1
+@parametrize("flags, are_equal, none_ends", [
+    (dict(reward=(f"{FILE}:constant",)), True, False), (dict(max_new_tokens=3, model=tiny()), False, True)])
+def test_what_teaches_nothing_is_said_at_step_1(flags, are_equal, none_ends, capsys):
+    values = main(arguments("rloo", **FLAGS | flags))[1]
+    assert (values["frac_reward_zero_std"] == 1) == are_equal
     printed = capsys.readouterr().out
-    assert [printed.count(words) for words in ("rewards of each prompt are equal", "No sample ends")] == expected
+    assert printed.count("rewards of each prompt are equal") == are_equal
+    assert printed.count("No sample ends") == none_ends

@@ -1,4 +1,4 @@
-"""What the scripts share: order, functions of the same text, help, the README's commands and code, the demo."""
+"""What the scripts share: functions of the same text, help, the demo. The pages: commands, code, tables, files."""
 import re
 import runpy
 import shlex
@@ -12,21 +12,14 @@ import torch
 import tyro
 from models import logps, parametrize
 from runs import EACH, ROOT, SCRIPTS, arguments
+from transformers import TrainingArguments
 
 import refcache
 
 TEXTS = {name: (ROOT / f"{name}.py").read_text() for name in (*SCRIPTS, "refcache")}
-README = (ROOT / "README.md").read_text()
 
 
 # --- The text of the scripts
-
-@EACH
-def test_the_algorithm_comes_first(script):
-    rulers = re.findall(r"^# -{3,} (.*?) -{3,}$", TEXTS[script], flags=re.M)
-    assert rulers[:4] == ["The loss", "A batch", "Training", "Flags"]
-    assert rulers[-3:] == ["Data", "Models", "Files of a run"]
-
 
 # What is about pairs in dpo.py, answers in kto.py and prompts in rloo.py. All else of one name is the same text.
 OWN = {"Args", "Row", "Batch", "metrics", "groups_of", "compute_batch", "run_batch", "evaluate", "train", "resolve",
@@ -58,15 +51,14 @@ def test_refcache_knows_no_script():
 
 # --- The command line
 
-def command_line(script, *flags):
+def command_line(script, *words):
     """Runs a script as the command line does, in this process. Returns its exit code."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [f"{script}.py", *map(str, flags)])
+        patch.setattr(sys, "argv", [f"{script}.py", *words])
         try:
             runpy.run_path(str(ROOT / f"{script}.py"), run_name="__main__")
         except SystemExit as error:
             return error.code
-    return 0
 
 
 def short_run(script, **changes):
@@ -74,21 +66,19 @@ def short_run(script, **changes):
     flags = dict(model=args.model, data=args.data, out=args.out) | changes
     if script == "rloo":
         flags["reward"] = args.reward[0]
-    return command_line(script, *[word for name, value in flags.items() for word in (f"--{name}", value)])
+    return command_line(script, *(word for name, value in flags.items() for word in (f"--{name}", str(value))))
 
 
 @EACH
 def test_help_explains_every_flag_and_shows_paragraphs(script, capsys):
-    """Lines without an empty line before them would be joined to one paragraph."""
     assert command_line(script, "--help") == 0
-    lines = [line.strip(" │") for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr().out
     for words in ("Data: ", "Shapes: ", "Metrics: "):
-        (place,) = [i for i, line in enumerate(lines) if line.startswith(words)]
-        assert lines[place - 1] == ""
+        assert re.search(rf"^[ │]*\n[ │]*{words}", printed, re.M), "no empty line before it: tyro joins the lines"
     for name in SCRIPTS[script].Args.__dataclass_fields__:
         is_explained = re.search(rf"^    {name}: .*?  # .+$", TEXTS[script], re.M)
         assert is_explained or name in ("weight_decay", "max_grad_norm", "seed"), f"--{name} has no help text"
-        assert any(line.startswith(f"--{name}") for line in lines)
+        assert re.search(rf"^[ │]*--{name}\b", printed, re.M)
 
 
 @EACH
@@ -135,35 +125,28 @@ def test_demo_learns(script, tmp_path):
     assert history[0][metric] < 0.6 and history[-1][metric] > 0.9
 
 
-# --- README
+# --- The pages
 
-def commands():
-    """(script, flags) of every command that starts a script, in the README and in the docstrings."""
-    texts = re.findall(r"^```bash\n(.*?)^```", README, re.S | re.M) + [module.__doc__ for module in SCRIPTS.values()]
-    lines = [line for text in texts for line in text.replace("\\\n", " ").splitlines()]
-    found = [re.search(r"(?:python|torchrun .*?) (dpo|kto|rloo)\.py(.*)", line) for line in lines]
-    return sorted({(match[1], match[2].partition("  #")[0].strip()) for match in found if match})
+def blocks(page, language="python"):
+    """The blocks of code of a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
 
 
-@parametrize("script, flags", commands())
-def test_every_command_parses(script, flags):
-    tyro.cli(SCRIPTS[script].Args, args=shlex.split(flags.replace("--model ...", "")), use_underscores=True)
-
-
-def test_readme_is_short_and_names_every_script():
-    assert README.count("\n") <= 190 and {script for script, _ in commands()} == set(SCRIPTS)
-
-
-def code_of(page, number=-1):
-    """A block of Python code of a page."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)[number]
+def test_every_command_parses():
+    """Those of the README and of the docstrings."""
+    texts = blocks("README.md", "bash") + [module.__doc__ for module in SCRIPTS.values()]
+    text = "\n".join(texts).replace("\\\n", " ")
+    commands = re.findall(r"(?:python|torchrun .*?) (dpo|kto|rloo)\.py(.*?)(?:  #.*)?$", text, re.M)
+    assert {script for script, _ in commands} == set(SCRIPTS)
+    for script, flags in commands:
+        tyro.cli(SCRIPTS[script].Args, args=shlex.split(flags.replace("--model ...", "")), use_underscores=True)
 
 
 def test_the_readme_loads_a_trained_model_and_asks_it(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "out/dpo").mkdir(parents=True)
     (tmp_path / "out/dpo/model").symlink_to(ROOT / "demo/model")
-    exec(code_of("README.md"), {})
+    exec(blocks("README.md")[-1], {})
     assert "soup" in capsys.readouterr().out
 
 
@@ -171,13 +154,13 @@ def test_the_cache_can_be_used_from_other_code_and_without_the_project(tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").symlink_to(ROOT / "demo")
     names = {}
-    exec(code_of("docs/cache.md", 0), names)
-    policy, (prompt, (other, answer)) = names["policy"], names["groups"][0]
-    cache = names["cache"]
+    with_project, without_project = blocks("docs/cache.md")
+    exec(with_project, names)
+    policy, (prompt, (other, answer)), cache = names["policy"], names["groups"][0], names["cache"]
     assert logps(policy, [(prompt, answer)])[0].tolist() == pytest.approx(cache[prompt, answer], abs=1e-5)
     assert "tensor(" in capsys.readouterr().out
 
-    exec(code_of("docs/cache.md", 1), {})
+    exec(without_project, {})
     changed = refcache.ReferenceCache(**cache.header)
     changed.load("cache.pkl")
     assert changed[prompt, answer].tolist() == [-0.5, -1.5]
@@ -191,3 +174,20 @@ def test_every_file_that_a_page_names_exists(page):
     files = [(ROOT / page).parent / link for link in links if not link.startswith("http")]
     files += [ROOT / name for name in re.findall(r"`((?:tests|demo|benchmarks)/[\w./]+)`", text)]
     assert not [file for file in files if not file.exists()]
+
+
+TABLES = (ROOT / "docs/trl.md").read_text().partition("\n## Departures")[0]
+
+
+@parametrize("config", ["DPOConfig", "KTOConfig", "RLOOConfig"])
+def test_every_field_of_trl_is_in_a_table(config):
+    trl = pytest.importorskip("trl")
+    fields = getattr(trl, config).__dataclass_fields__.keys() - TrainingArguments.__dataclass_fields__.keys()
+    assert len(fields) > 10 and fields <= set(re.findall(r"`(\w+)`", TABLES))
+
+
+def test_every_flag_of_the_tables_exists():
+    flags = {flag for script in SCRIPTS.values() for flag in script.Args.__dataclass_fields__}
+    for patch in set(re.findall(r"changes/\w+\.patch", TABLES)):
+        flags |= set(re.findall(r"^\+    (\w+): .* = ", (ROOT / patch).read_text(), re.M))
+    assert set(re.findall(r"--(\w+)", TABLES)) <= flags
