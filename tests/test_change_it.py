@@ -56,8 +56,8 @@ def test_commands_of_the_page_make_scripts(tmp_path):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "changes").symlink_to(ROOT / "changes")
     one, stacked, _ = blocks(PAGE, "bash")[0].splitlines()
-    for command in (one.partition(" && ")[0], stacked.replace(";", " &&")):
-        subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    for command in (one.partition(" && ")[0], stacked):
+        subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True)
     assert "log_odds" in (tmp_path / "orpo.py").read_text()
     mine = (tmp_path / "my.py").read_text()
     assert "nf4" in mine and "k3" in mine

@@ -2,6 +2,7 @@
 import asyncio
 import math
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from models import bad_input, parametrize
-from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, done, read, same, tiny, weights_of, without_speed
+from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, done, read, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
 from slow_samples import BETA, add_logps, batch_of
 from torch import tensor
@@ -23,31 +24,28 @@ from rloo import (
     rows_in_order)
 
 DEMO = dict(model=str(ROOT / "demo/model"), max_new_tokens=12)
+MEMORY = dict(tokens_per_forward=60, rollout_tokens=60, gradient_checkpointing=True)  # they change memory only
 MODEL = model_with_many_ends()
 NAN = math.nan
 REWARDS = """
-def vowels(completions, **columns):
-    return [sum(x in "aeiou" for x in message["content"]) / 10 for (message,) in completions]
-
 def constant(completions, **columns):
-    return ([0.7, None] * len(completions))[:len(completions)]
+    return [0.7] * len(completions)
 
 def infinite(completions, **columns):
     return [float("-inf")] * len(completions)
 
 def silent_at_step_2(completions, calls=[], **columns):
     calls.append(len(completions))
-    return [None] * len(completions) if calls.count(16) == 2 else vowels(completions)
+    return [None if calls.count(16) == 2 else i for i in range(len(completions))]
 """
-
-
 FILE = Path(FOLDER.name) / "rewards_of_test_rloo.py"
 FILE.write_text(REWARDS)
-FLAGS = dict(model=MODEL, reward=(f"{FILE}:vowels",), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=6)
+FLAGS = dict(model=MODEL, steps=2, batch_size=4, lr=1e-3, warmup=0.1)
 
 
-def vowels(text):
-    return sum(x in "aeiou" for x in text) / 10
+def letters(text):
+    """The reward of runs.py."""
+    return sum(map(ord, text)) % 101 / 101
 
 
 def texts_of(samples):
@@ -85,21 +83,21 @@ def test_advantages_by_hand():
 
 
 def test_equal_rewards_have_advantages_of_exactly_0():
-    rewards = torch.rand(100, 1).expand(-1, 7).clone()
-    rewards[:, 2] = NAN
+    rewards = torch.rand(100, 1).repeat(1, 7)
     assert not leave_one_out(rewards).any()
-    assert rloo.all_rewards_equal(tensor([[0.1, 0.1, NAN], [NAN] * 3, [0.1, 0.2, 0.1]])).tolist() == [True, True, False]
+    rewards = tensor([[0.1, 0.1, NAN], [NAN, NAN, NAN], [0.1, 0.2, 0.1]])
+    assert rloo.all_rewards_equal(rewards).tolist() == [True, True, False]
 
 
 def test_policy_loss_and_gradient_by_hand():
-    ratios = tensor([1.0, 1.0, 1.0, 1.5, 1.5, 0.5, 0.5, 1.1, math.exp(100), math.exp(100)], dtype=torch.float64)
-    advantages = tensor([1.5, -2.0, 0.0, 2.0, -2.0, 2.0, -2.0, 2.0, 1.0, 0.0])
+    ratios = tensor([1, 1.5, 1.5, 0.5, 0.5, math.exp(100), math.exp(100)], dtype=torch.float64)
+    advantages = tensor([-2.0, 2.0, -2.0, 2.0, -2.0, 1.0, 0.0])
     logps = ratios.log().float().requires_grad_()
-    losses, is_clipped = policy_loss(logps, torch.zeros(10), advantages, 0.2)
-    assert losses.tolist() == pytest.approx([-1.5, 2, 0, -2.4, 3, -1, 1.6, -2.2, -1.2, 0], abs=1e-4)
+    losses, is_clipped = policy_loss(logps, torch.zeros(7), advantages, 0.2)
     losses.sum().backward()
-    assert logps.grad.tolist() == pytest.approx([-1.5, 2, 0, 0, 3, -1, 0, -2.2, 0, 0], abs=1e-4)
-    assert is_clipped.nonzero().flatten().tolist() == [3, 6, 8]  # where no gradient passes, but for advantage 0
+    assert losses.tolist() == pytest.approx([2, -2.4, 3, -1, 1.6, -1.2, 0], abs=1e-4)
+    assert logps.grad.tolist() == pytest.approx([2, 0, 3, -1, 0, 0, 0], abs=1e-4)
+    assert is_clipped.nonzero().flatten().tolist() == [1, 4, 5]  # where no gradient passes, but for advantage 0
 
 
 # --- Rewards
@@ -124,6 +122,7 @@ def test_rewards_are_weighted():
 
 
 def test_coroutines_share_an_event_loop():
+    """Also in a notebook, which runs a loop of its own."""
     loops = set()
 
     async def judge(**columns):
@@ -131,9 +130,8 @@ def test_coroutines_share_an_event_loop():
         return [1.0] * 4
 
     async def notebook():
-        return score((judge, 1.0))
+        score((judge, 1.0), (judge, 1.0))
 
-    score((judge, 1.0))
     asyncio.run(notebook())
     assert len(loops) == 1
 
@@ -166,27 +164,23 @@ def test_reward_is_tried_before_the_policy_is_loaded(monkeypatch):
         main(arguments("rloo", **FLAGS | dict(reward=(f"{FILE}:infinite",))))
 
 
-def test_columns_come_once_per_sample():
-    seen = {}
+def test_each_sample_has_columns_of_its_own():
+    """If a reward changes them, neither the other samples of a prompt see that, nor the next step."""
+    def reward(**columns):
+        seen.append(deepcopy(columns))
+        for prompt in columns["prompts"]:
+            prompt.append("more")
+        return list(map(len, columns["prompts"]))
+
+    seen = []
     x, z = chat("a"), chat("b")
     rows = [dict(prompt=x, thing=[1]), dict(prompt=z, thing=None)]
-    score((lambda **columns: seen.update(columns) or [0.0] * 4, 1.0), rows=rows)
     texts = [" soup", " tea", " bread", " cake"]
-    assert seen == dict(
-        prompts=[x, x, z, z], completions=[chat(text, "assistant") for text in texts], thing=[[1], [1], None, None],
-        completion_ids=TOKENIZER(texts).input_ids, ended=[True, False, True, True])
-
-
-def test_a_reward_may_change_its_inputs():
-    """Neither the other samples of a prompt see the change, nor the next step."""
-    def reward(prompts, **columns):
-        for prompt in prompts:
-            prompt.append("more")
-        return list(map(len, prompts))
-
-    rows = [dict(prompt=chat("a"))] * 2
     for _ in range(2):
         assert score((reward, 1.0), rows=rows)[0].tolist() == [[2, 2], [2, 2]]
+        assert seen.pop() == dict(
+            prompts=[x, x, z, z], completions=[chat(text, "assistant") for text in texts], thing=[[1], [1], None, None],
+            completion_ids=TOKENIZER(texts).input_ids, ended=[True, False, True, True])
 
 
 @parametrize("value", [dict.fromkeys(range(4), 1.0), {1, 2, 3, 4}, "1234", [1.0], [0.0] * 8], ids=str)
@@ -218,38 +212,31 @@ def classifier(path, **changes):
     config = AutoConfig.from_pretrained(tiny(), **dict(num_labels=1) | changes)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     TOKENIZER.save_pretrained(path)
+    (path / "chat_template.jinja").write_text("{{ tools[0].name if tools }}" + TOKENIZER.chat_template)
     return str(path)
 
 
 @parametrize("pad_token_id", [0, None])
 def test_reward_model_equals_one_forward_per_text(tmp_path, pad_token_id):
-    """A text ends with EOS if the sample has ended. The sample that is too long gets no reward."""
+    """A text ends with EOS if the sample has ended. A sample that is too long gets no reward."""
     path = classifier(tmp_path, pad_token_id=pad_token_id)
-    question = chat("Soup?")
+    question, answer, rest = chat("Soup?"), chat("Good.", "assistant"), chat(" tea.", "assistant")
     begun = question + chat("The", "assistant")
-    cases = [
-        ("Soup?", " Good.", True, "Soup? Good.<|end|>"),
-        ("Soup?", " Good.", False, "Soup? Good."),
-        (question, chat("Good. " * 100, "assistant"), True, None),
-        (question, chat("Good.", "assistant"), True, "<|user|>Soup?<|end|><|assistant|>Good.<|end|>"),
-        (question, chat("Good.", "assistant"), False, "<|user|>Soup?<|end|><|assistant|>Good."),
-        (begun, chat(" tea.", "assistant"), True, "<|user|>Soup?<|end|><|assistant|>The tea.<|end|>"),
-        (begun, chat(" tea.", "assistant"), False, "<|user|>Soup?<|end|><|assistant|>The tea."),
+    cases = [  # prompt, completion, ended, tools, text
+        ("Soup?", " Good.", True, None, "Soup? Good.<|end|>"),
+        ("Soup?", " Good.", False, None, "Soup? Good."),
+        (question, chat("Good. " * 100, "assistant"), True, None, None),
+        (question, answer, True, [dict(name="look")], "look<|user|>Soup?<|end|><|assistant|>Good.<|end|>"),
+        (question, answer, False, None, "<|user|>Soup?<|end|><|assistant|>Good."),
+        (begun, rest, True, None, "<|user|>Soup?<|end|><|assistant|>The tea.<|end|>"),
+        (begun, rest, False, None, "<|user|>Soup?<|end|><|assistant|>The tea."),
     ]
-    prompts, completions, ended, texts = zip(*cases)
+    *columns, tools, texts = zip(*cases)
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
     truth = [model(tensor([TOKENIZER(text).input_ids])).logits.item() if text else NAN for text in texts]
     for budget in (1, 40, 10**6):
         judge = load_reward_model(path, "cpu", Args(tokens_per_forward=budget))
-        assert judge(prompts, completions, ended) == pytest.approx(truth, abs=1e-5, nan_ok=True)
-
-
-def test_reward_model_sees_the_tools_of_a_row(tmp_path):
-    path = classifier(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ tools }}")
-    judge = load_reward_model(path, "cpu", Args())
-    one, other = judge([chat("Hi")] * 2, [chat("you", "assistant")] * 2, [True] * 2, tools=[None, [dict(name="f")]])
-    assert one != other
+        assert judge(*columns, tools=tools) == pytest.approx(truth, abs=1e-5, nan_ok=True)
 
 
 def test_bad_reward_models_are_refused(tmp_path):
@@ -262,7 +249,7 @@ def test_bad_reward_models_are_refused(tmp_path):
 
 @parametrize("changes", [
     dict(updates_per_rollout=2, temperature=0.8, mask_truncated=True) | DEMO,
-    dict(ref="live", ref_model=tiny(1))], ids=["demo", "other reference"])
+    dict(ref="live", ref_model=tiny(1)) | MEMORY], ids=["demo", "other reference"])
 def test_training_equals_a_slow_loop(changes):
     one = rolled(beta=BETA, **changes)
     args = replace(Args(lr=1e-3), **changes)
@@ -270,7 +257,7 @@ def test_training_equals_a_slow_loop(changes):
     policy, reference = map(AutoModelForCausalLM.from_pretrained, (begin, changes.get("ref_model", begin)))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step, samples in enumerate(one.steps, 1):
-        rewards = tensor([list(map(vowels, texts)) for texts in texts_of(samples)])
+        rewards = tensor([list(map(letters, texts)) for texts in texts_of(samples)])
         if args.mask_truncated:
             rewards = rewards.where(samples.ended, NAN)
         batch = batch_of(samples, rewards, policy, reference, args.temperature)
@@ -292,13 +279,6 @@ def test_training_equals_a_slow_loop(changes):
     assert gaps.topk(20).values[-1] < 1e-4
 
 
-def test_memory_flags_change_no_sample_and_no_result():
-    one = rolled()
-    other = rolled(tokens_per_forward=60, gradient_checkpointing=True, rollout_tokens=1)
-    assert [samples.groups for samples in one.steps] == [samples.groups for samples in other.steps]
-    assert same(one, other)
-
-
 # --- Samples and files
 
 def test_files_hold_the_samples_and_metrics_of_the_run():
@@ -308,15 +288,15 @@ def test_files_hold_the_samples_and_metrics_of_the_run():
     lines = read(one.out / "samples.jsonl")
     assert [line["step"] for line in lines if line["held_out"]] == [0] * 3 + [2] * 3 + [3] * 3
 
-    rows = rows_in_order(read(data("rloo")[0]), 12, 0)
-    texts = [text for samples in one.steps for row in texts_of(samples) for text in row]
-    rewards = [vowels(text) for text in texts]
-    trained = [line for line in lines if not line["held_out"]]
-    for i, (line, text, reward) in enumerate(zip(trained, texts, rewards, strict=True)):
-        assert line == dict(step=1 + i // 16, held_out=False, prompt=rows[i // 4]["prompt"], completion=text,
-                            reward=pytest.approx(reward))
-    for values, mean in zip(one.history[1:], np.reshape(rewards, (3, 16)).mean(axis=1), strict=True):
-        assert values["reward"] == values["rewards/vowels"] == pytest.approx(mean)
+    expected = []
+    rows = iter(rows_in_order(read(data("rloo")[0]), 12, 0))
+    for step, samples in enumerate(one.steps, 1):
+        for texts in texts_of(samples):
+            of_prompt = dict(step=step, held_out=False, prompt=next(rows)["prompt"])
+            expected += [of_prompt | dict(completion=text, reward=pytest.approx(letters(text))) for text in texts]
+        mean = np.mean([letters(text) for texts in texts_of(samples) for text in texts])
+        assert one.history[step]["reward"] == one.history[step]["rewards/letters"] == pytest.approx(mean)
+    assert [line for line in lines if not line["held_out"]] == expected
 
 
 def test_metrics_by_hand():
@@ -340,9 +320,9 @@ def test_sampling_logp_difference(monkeypatch):
 
     monkeypatch.setattr(rloo, "rollout", another_sampler)
     values = main(arguments("rloo", **FLAGS | dict(steps=1, updates_per_rollout=2)))[1]
-    mean, largest = (values[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max"))
-    assert largest == pytest.approx(0.02, abs=1e-4)
-    assert mean * values["completions/mean_length"] * 16 == pytest.approx(0.02, abs=1e-3)
+    assert values["sampling/sampling_logp_difference/max"] == pytest.approx(0.02, abs=1e-4)
+    n_tokens = 16 * values["completions/mean_length"]
+    assert values["sampling/sampling_logp_difference/mean"] == pytest.approx(0.02 / n_tokens, abs=1e-5)
 
 
 def test_lr_zero_changes_no_weight_and_no_held_out_sample():

@@ -16,7 +16,7 @@ from transformers import TrainingArguments
 
 import refcache
 
-TEXTS = {name: (ROOT / f"{name}.py").read_text() for name in (*SCRIPTS, "refcache")}
+TEXTS = {script: (ROOT / f"{script}.py").read_text() for script in SCRIPTS}
 
 
 # --- The text of the scripts
@@ -41,12 +41,8 @@ def test_functions_of_one_name_are_the_same_text():
     for name in (name for name, n in n_scripts.items() if n > 1):
         versions = {script: texts[script][name] for script in SCRIPTS if name in texts[script]}
         if name in OWN_IN_RLOO:
-            assert versions.pop("rloo") != versions["dpo"], f"{name}: take it from the list"
-        assert (len(set(versions.values())) == 1) != (name in OWN), f"{name} of {', '.join(versions)}"
-
-
-def test_refcache_knows_no_script():
-    assert not re.search(r"\bargs\.|\b(dpo|kto|rloo)\.py", TEXTS["refcache"])
+            assert versions.pop("rloo") != versions["dpo"], name
+        assert (len(set(versions.values())) == 1) != (name in OWN), name
 
 
 # --- The command line
@@ -70,26 +66,23 @@ def short_run(script, **changes):
 
 
 @EACH
-def test_help_explains_every_flag_and_shows_paragraphs(script, capsys):
+def test_help_explains_every_flag(script, capsys):
     assert command_line(script, "--help") == 0
     printed = capsys.readouterr().out
-    for words in ("Data: ", "Shapes: ", "Metrics: "):
-        assert re.search(rf"^[ │]*\n[ │]*{words}", printed, re.M), "no empty line before it: tyro joins the lines"
     for name in SCRIPTS[script].Args.__dataclass_fields__:
         is_explained = re.search(rf"^    {name}: .*?  # .+$", TEXTS[script], re.M)
         assert is_explained or name in ("weight_decay", "max_grad_norm", "seed"), f"--{name} has no help text"
-        assert re.search(rf"^[ │]*--{name}\b", printed, re.M)
+        assert f" --{name}" in printed
 
 
 @EACH
 def test_wrong_input_is_one_sentence(script, tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text('{"a": 1}')
-    for flags, words in ((dict(lr=-1), "--lr.* must be above 0"),
-                         (dict(data=tmp_path / "rows.jsonl"), f"{tmp_path}/rows.jsonl, row 1: has no column .*")):
-        assert short_run(script, **flags) == 2
-        *above, sentence = capsys.readouterr().err.splitlines()
-        assert re.fullmatch(rf"{script}\.py: {words}", sentence)
-        assert not any("Traceback" in line for line in above)
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"a": 1}')
+    assert short_run(script, data=file) == 2
+    printed = capsys.readouterr().err
+    assert printed.splitlines()[-1].startswith(f"{script}.py: {file}, row 1: has no column ")
+    assert "Traceback" not in printed
 
 
 @EACH
@@ -112,9 +105,9 @@ def test_demo_keeps_the_flags_that_are_given(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     resolve, Args = SCRIPTS[script].resolve, SCRIPTS[script].Args
     args = resolve(Args(eval_data="mine"))
-    assert Path(args.model).is_dir() and Path(args.data).exists() and args.eval_data == "mine" and args.lr == 2e-4
-    assert resolve(Args(lr=1e-6)).lr == 1e-6
-    assert resolve(arguments(script, lr=None)).lr == 1e-6, "not the demo"
+    assert Path(args.model).is_dir() and Path(args.data).exists()
+    assert args.eval_data == "mine" and args.lr == 2e-4
+    assert resolve(Args(lr=1e-6)).lr == resolve(arguments(script, lr=None)).lr == 1e-6, "the latter is not the demo"
 
 
 @pytest.mark.slow
