@@ -1,17 +1,14 @@
 """docs/change_it.md: its commands run, and each of its idioms does what the page says."""
-import re
 import shutil
 import subprocess
 
 import pytest
-import torch
 from runs import ROOT, arguments, read, without_speed
 from test_changes import apply, module_of, needs_patch, resumed
 from test_scripts import blocks
 
 PAGE = "docs/change_it.md"
 IDIOMS = blocks(PAGE, "diff")
-PROGRAMS = blocks(PAGE)
 
 
 def changed(idiom):
@@ -31,23 +28,6 @@ def test_metric_of_generated_text():
     history = changed(IDIOMS[1]).main(args)
     texts = [line["completion"] for line in read(f"{args.out}/samples.jsonl") if line["step"] == 1]
     assert history[-1]["samples/words"] == pytest.approx(sum(len(text.split()) for text in texts) / len(texts))
-
-
-def test_equation_in_a_notebook(capsys):
-    names = {}
-    exec(PROGRAMS[0], names)
-    margins = names["margins"].detach()
-    assert torch.allclose(names["losses"], -torch.sigmoid(0.1 * margins).log())
-    assert torch.allclose(names["margins"].grad, -0.1 * torch.sigmoid(-0.1 * margins))
-    assert "tensor(" in capsys.readouterr().out
-
-
-def test_loop_of_refcache_alone_learns(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "demo").symlink_to(ROOT / "demo")
-    exec(PROGRAMS[1], {})
-    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", capsys.readouterr().out)]
-    assert len(losses) == 8 and losses[0] == 0.693 and losses[-1] < 0.6
 
 
 @needs_patch

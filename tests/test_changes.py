@@ -109,47 +109,39 @@ def test_patch_applies_to_each_of_its_scripts_and_others_stack_on_it(name, tmp_p
                 assert both == text_of(script, [other, name])
 
 
-INSERTIONS = [  # a block of a script, and a line that may be added to it
-    (r"^class Args:\n.*?(?=^# ---)", "    flag: int = 0\n"), (r"^Loss = Literal\[\n.*?(?=^\])", '    "new",\n')]
-
-
-def texts_with_a_small_change(text):
-    """The script without one comment, with one more flag, or with one more name in Loss."""
-    for comment in re.finditer(r"^ *# .*\n|  # .*", text, re.M):
-        yield text[:comment.start()] + text[comment.end():]
-    for block, line in INSERTIONS:
-        for found in re.finditer(block, text, re.M | re.S):
-            lines = found[0].splitlines(keepends=True)
-            for n in range(1, len(lines) + 1):
-                yield text[:found.start()] + "".join([*lines[:n], line, *lines[n:]]) + text[found.end():]
-
-
 @parametrize("script", SCRIPTS)
 def test_small_change_of_a_script_breaks_at_most_one_patch(script):
-    names = [name for name in PATCHES if script in SCRIPTS_OF[name]]
-    texts = list(texts_with_a_small_change((ROOT / f"{script}.py").read_text()))
-    assert len(texts) > 100
-    for text in texts:
-        broken = [name for name in names if not all(old in text for old, _ in hunks(PATCHES[name]))]
-        assert len(broken) <= 1
+    """A comment that is deleted, or a new line in Args or in Loss."""
+    text = (ROOT / f"{script}.py").read_text()
+    spans = []  # lines of each hunk
+    for name in PATCHES:
+        for old, _ in hunks(PATCHES[name]) if script in SCRIPTS_OF[name] else ():
+            begin = text[:text.index(old)].count("\n")
+            spans.append((name, begin, begin + old.count("\n")))
+
+    is_list = False
+    for n, line in enumerate(text.splitlines()):
+        if "#" in line:
+            assert len({name for name, begin, end in spans if begin <= n < end}) <= 1, line
+        if is_list:  # a new line above this one
+            assert len({name for name, begin, end in spans if begin < n < end}) <= 1, line
+        if line in ("class Args:", "Loss = Literal["):
+            is_list = True
+        elif line == "]" or line.startswith("# ---- The loss"):
+            is_list = False
 
 
-@parametrize("name", PATCHES)
-def test_patch_and_table_agree(name):
-    header, _, diff = PATCHES[name].partition("--- ")
-    assert header.count("\n") == 3 and max(map(len, header.splitlines())) <= 110
-    paper, formula, lines, command = (cell.strip() for cell in TABLE[name].split(" | "))
-    assert int(lines) == len(re.findall(r"^\+(?!\+\+ )", diff, re.M))
-    assert set(re.findall(r"\d{4}\.\d{5}", paper)) <= set(re.findall(r"\d{4}\.\d{5}", header))
-    flags = re.fullmatch(rf"`python {name}\.py ?(.*)`", command)[1]
-    if flags:
+def test_patches_and_tables_agree():
+    in_readme = dict(re.findall(r"`(\w+)`(?: \(.*?\))? \+(\d+)", (ROOT / "README.md").read_text()))
+    assert set(in_readme) == set(TABLE) == set(PATCHES)
+    for name, patch in PATCHES.items():
+        header, _, diff = patch.partition("--- ")
+        paper, formula, lines, command = (cell.strip() for cell in TABLE[name].split(" | "))
+        assert header.count("\n") == 3 and max(map(len, header.splitlines())) <= 110
+        assert int(lines) == int(in_readme[name]) == len(re.findall(r"^\+(?!\+\+ )", diff, re.M))
+        assert set(re.findall(r"\d{4}\.\d{5}", paper)) <= set(re.findall(r"\d{4}\.\d{5}", header))
+        flags = re.fullmatch(rf"`python {name}\.py ?(.*)`", command)[1]
         tyro.cli(changed(name).Args, args=shlex.split(flags), use_underscores=True)
-
-
-def test_all_patches_are_in_both_tables():
-    in_readme = re.findall(r"`(\w+)`(?: \(.*?\))? \+(\d+)", (ROOT / "README.md").read_text())
-    assert dict(in_readme) == {name: row.split(" | ")[2].strip() for name, row in TABLE.items()}
-    assert set(TABLE) == set(PATCHES)
 
 
 # --- Runs
@@ -237,8 +229,7 @@ OTHER_START = dict(model=tiny(1), ref_model=tiny())  # no log-ratio is 0
     ("multi_turn", assistant_turns, OTHER_START | dict(loss=("sigmoid_norm",)))])
 def test_loss_of_pairs(monkeypatch, tmp_path, name, formula, flags):
     if name == "multi_turn":
-        strings = dict(prompt="a", chosen=" b c", rejected=" d")
-        flags |= dict(data=conversations(tmp_path, strings), eval_data=None)
+        flags |= dict(data=conversations(tmp_path), eval_data=None)
     losses = watch(monkeypatch, name, of_pairs(formula, load()))
     run(name, beta=0.3, steps=3, **flags)
     assert len(losses) == 3
@@ -254,9 +245,9 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(loss):
     assert values.isfinite().all() and ratios.grad.isfinite().all()
 
 
-def conversations(folder, *rows):
-    """A file of these rows, and of rows of several turns. The second answer follows a question or a tool's result."""
-    rows = list(rows)
+def conversations(folder):
+    """Rows of several turns, and a row of strings. The second answer follows a question or a result of a tool."""
+    rows = [dict(prompt="a", chosen=" b c", rejected=" d")]
     for n, speaker in enumerate(["user", "tool", "user"] * 2):
         row = {}
         for name, first, last in (("chosen", "good", "yes"), ("rejected", "a bad film", "no")):
@@ -274,8 +265,8 @@ def test_multi_turn_never_trains_a_turn_that_the_template_rewrites(tmp_path, mon
     template = TOKENIZER.chat_template.replace("{{ message.content }}", (
         "{% if loop.last and message.role == 'assistant' %}thought {% endif %}{{ message.content }}"))
     monkeypatch.setattr(TOKENIZER, "chat_template", template)
-    rows = module.load_rows(conversations(tmp_path), TOKENIZER, module.Args())
-    assert f"{2 * len(rows)} turns that are not trained" in capsys.readouterr().out
+    _, *rows = module.load_rows(conversations(tmp_path), TOKENIZER, module.Args())
+    assert len(rows) == 6 and "; 12 turns that are not trained" in capsys.readouterr().out
     for row in rows:
         for tokens, mask, text in zip((row.chosen, row.rejected), row.trained, ("yes", "no")):
             assert TOKENIZER.decode(tensor(tokens)[tensor(mask)]) == f"thought {text}<|end|>"
@@ -284,7 +275,7 @@ def test_multi_turn_never_trains_a_turn_that_the_template_rewrites(tmp_path, mon
     monkeypatch.setattr(TOKENIZER, "chat_template", template)
     with bad_input("too few rows"):
         module.load_rows(conversations(tmp_path), TOKENIZER, module.Args())
-    assert f"{len(rows)} dropped: no turn" in capsys.readouterr().out
+    assert "; 6 dropped: no turn" in capsys.readouterr().out
 
 
 def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
@@ -376,13 +367,13 @@ def test_sft_is_a_mean_over_the_tokens_of_good_answers(monkeypatch, tmp_path):
     """The answers of rows that are good, of rows without a label, and of pairs."""
     def slow_loss(policy, rows, *_):
         assert sorted(TOKENIZER.decode(row.completion[:-1]) for row in rows) == ["a", "c", "longer"]
-        return -torch.cat(logps(policy, [(row.prompt, row.completion) for row in rows])).mean()
+        return -torch.cat(logps(policy, [row[:2] for row in rows])).mean()
 
     rows = [
         dict(completion="a"), dict(completion="b", label=False), dict(completion="longer", label=True),
         dict(chosen="c", rejected="d")]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row | dict(prompt="?")) + "\n" for row in rows))
+    path.write_text("\n".join(json.dumps(row | dict(prompt="?")) for row in rows))
     losses = watch(monkeypatch, "sft", slow_loss)
     monkeypatch.setattr(changed("sft"), "ReferenceCache", None)
     run("sft", data=str(path), eval_data=str(path), steps=2, tokens_per_forward=10)

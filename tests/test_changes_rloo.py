@@ -96,12 +96,10 @@ def generate(policy, requests, options, use_tqdm):
         assert option.ignore_eos and option.flat_logprobs and option.logprobs == 0
         policy.generation_config.eos_token_id = option.stop_token_ids
         args = rloo.Args(seed=option.seed, temperature=option.temperature, max_new_tokens=option.max_tokens)
-        prompts = [tuple(request["prompt_token_ids"])]
-        drawn = rloo.rollout(policy, TOKENIZER, prompts, option.n, 0, args)
-        samples = []
-        for y, scores in zip(drawn.groups[0][1], drawn.logps[0]):
-            logprobs = SimpleNamespace(logprobs=scores[:len(y)].tolist())
-            samples.append(SimpleNamespace(token_ids=list(y), logprobs=logprobs))
+        drawn = rloo.rollout(policy, TOKENIZER, [tuple(request["prompt_token_ids"])], option.n, 0, args)
+        samples = [
+            SimpleNamespace(token_ids=y, logprobs=SimpleNamespace(logprobs=logps[:len(y)].tolist()))
+            for y, logps in zip(drawn.groups[0][1], drawn.logps[0])]
         outputs.append(SimpleNamespace(outputs=samples))
     return outputs
 

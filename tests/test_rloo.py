@@ -152,16 +152,11 @@ def test_reward_files_of_one_name_are_two_modules(tmp_path):
     assert sys.modules["json"].dumps
 
 
-def test_reward_file_is_read_anew(tmp_path):
+def test_reward_file_is_read_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # a cache of bytecode would be old
     for value in (1, 2):
         (tmp_path / "rule.py").write_text(f"def f():\n    return {value}")
         assert rloo.load_module(f"{tmp_path}/rule.py").f() == value
-
-
-def test_reward_is_tried_before_the_policy_is_loaded(monkeypatch):
-    monkeypatch.setattr(rloo, "load_model", None)
-    with bad_input("infinite returned an infinite reward"):
-        main(arguments("rloo", **FLAGS | dict(reward=(f"{FILE}:infinite",))))
 
 
 def test_each_sample_has_columns_of_its_own():
@@ -199,8 +194,10 @@ def test_step_without_any_reward_trains_nothing():
 @parametrize("changes, words", [
     (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 1.0)), "--reward_weights"),
     (dict(max_new_tokens=256), "the model has 256 positions"),
-    (dict(reward=("nothing.py:f",)), "expected FILE.py:FUNCTION")])
-def test_misuse_is_refused(changes, words):
+    (dict(reward=("nothing.py:f",)), "expected FILE.py:FUNCTION"),
+    (dict(reward=(f"{FILE}:infinite",)), "infinite returned an infinite reward")])
+def test_misuse_is_refused_before_the_policy_is_loaded(changes, words, monkeypatch):
+    monkeypatch.setattr(rloo, "load_model", None)
     with bad_input(words):
         main(arguments("rloo", **FLAGS | changes))
 

@@ -1,4 +1,4 @@
-"""Rollouts: against transformers' generate(), against the model's own distribution, and however they are batched."""
+"""Rollouts: against one forward per sequence without a cache, and however they are batched."""
 from dataclasses import replace
 from itertools import chain
 from types import SimpleNamespace
