@@ -369,9 +369,8 @@ def test_sft_is_a_mean_over_the_tokens_of_good_answers(monkeypatch, tmp_path):
         assert sorted(TOKENIZER.decode(row.completion[:-1]) for row in rows) == ["a", "c", "longer"]
         return -torch.cat(logps(policy, [row[:2] for row in rows])).mean()
 
-    rows = [
-        dict(completion="a"), dict(completion="b", label=False), dict(completion="longer", label=True),
-        dict(chosen="c", rejected="d")]
+    rows = [dict(completion="a"), dict(completion="longer", label=True), dict(completion="b", label=False),
+            dict(chosen="c", rejected="d")]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps(row | dict(prompt="?")) for row in rows))
     losses = watch(monkeypatch, "sft", slow_loss)

@@ -116,7 +116,7 @@ def test_rewards_are_weighted():
     async def later(**columns):
         return (reward for reward in (10, 20.0, None, None))
 
-    total, means = score((lambda **columns: tensor([1.0, NAN, NAN, 4]), 2.0), (later, 0.5))
+    total, means = score((lambda **columns: tensor([1, NAN, NAN, 4]), 2.0), (later, 0.5))
     assert total.nan_to_num(-1).tolist() == [[7, 10], [-1, 8]]
     assert means == {"rewards/f0": 2.5, "rewards/f1": 15}
 
@@ -298,13 +298,12 @@ def test_files_hold_the_samples_and_metrics_of_the_run():
 
 def test_metrics_by_hand():
     """Equal texts count once."""
-    texts = [["a", "b"], ["b", "c"], ["a", "a"], ["", "a"]]
-    mask = tensor([[[1, 1, 1], [1, 0, 0]]] * 4)
-    ended = tensor([[True, False], [True, True]] * 2)
-    samples = Samples(None, texts, mask, ended, None, entropy=torch.full((4, 2), 3.0))
-    rewards, logps = tensor([[1.0, NAN], [2.0, 2.0], [NAN, NAN], [1.0, 3.0]]), -0.25 * mask
+    mask = tensor([[[1, 1, 1], [1, 0, 0]]] * 2)
+    ended = tensor([[True, False], [True, True]])
+    samples = Samples(None, [["a", "b"], ["b", ""]], mask, ended, None, entropy=torch.full((2, 2), 3.0))
+    rewards, logps = tensor([[1.0, NAN], [2.0, 6.0]]), -0.25 * mask
     assert rloo.metrics(samples, rewards, logps, 2 * logps, Args()) == pytest.approx({
-        "reward": 1.8, "reward_std": np.std([1, 2, 2, 1, 3], ddof=1), "frac_reward_none": 3 / 8, "samples/distinct": 4,
+        "reward": 3, "reward_std": np.std([1, 2, 6], ddof=1), "frac_reward_none": 0.25, "samples/distinct": 3,
         "completions/mean_length": 2, "completions/clipped_ratio": 0.25, "entropy": 1.5, "kl": 0.25})
     assert rloo.metrics(samples, tensor([[2.0]]), logps, logps, Args())["reward_std"] == 0
 
