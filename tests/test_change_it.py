@@ -1,24 +1,18 @@
 """docs/change_it.md: its commands run, and each of its idioms does what the page says."""
-import re
 import shutil
 import subprocess
-from types import ModuleType
 
 import pytest
-import torch
 from runs import ROOT, arguments, read, without_speed
-from test_changes import apply, needs_patch, resumed
+from test_changes import apply, module_of, needs_patch, resumed
+from test_scripts import blocks
 
-PAGE = (ROOT / "docs/change_it.md").read_text()
-IDIOMS = re.findall(r"^```diff\n(.*?)^```", PAGE, re.S | re.M)
-PROGRAMS = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
+PAGE = "docs/change_it.md"
+IDIOMS = blocks(PAGE, "diff")
 
 
 def changed(idiom):
-    module = ModuleType("idiom")
-    module.__file__ = str(ROOT / "dpo.py")
-    exec(apply(idiom, (ROOT / "dpo.py").read_text()), vars(module))
-    return module
+    return module_of(apply(idiom, (ROOT / "dpo.py").read_text()), "idiom", "dpo")
 
 
 def test_another_optimizer_resumes_bitwise(monkeypatch):
@@ -36,30 +30,14 @@ def test_metric_of_generated_text():
     assert history[-1]["samples/words"] == pytest.approx(sum(len(text.split()) for text in texts) / len(texts))
 
 
-def test_equation_in_a_notebook(capsys):
-    names = {}
-    exec(PROGRAMS[0], names)
-    margins = names["margins"].detach()
-    assert torch.allclose(names["losses"], -torch.sigmoid(0.1 * margins).log())
-    assert torch.allclose(names["margins"].grad, -0.1 * torch.sigmoid(-0.1 * margins))
-    assert "tensor(" in capsys.readouterr().out
-
-
-def test_loop_of_refcache_alone_learns(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "demo").symlink_to(ROOT / "demo")
-    exec(PROGRAMS[1], {})
-    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d+)", capsys.readouterr().out)]
-    assert len(losses) == 8 and losses[0] == 0.693 and losses[-1] < 0.6
-
-
 @needs_patch
 def test_commands_of_the_page_make_scripts(tmp_path):
     for name in ("dpo.py", "rloo.py"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "changes").symlink_to(ROOT / "changes")
-    one, stacked, _ = re.search(r"^```bash\n(.*?)^```", PAGE, re.S | re.M)[1].splitlines()
-    for command in (one.partition(" && ")[0], stacked.replace(";", " &&")):
-        subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    one, stacked, _ = blocks(PAGE, "bash")[0].splitlines()
+    for command in (one.partition(" && ")[0], stacked):
+        subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True)
     assert "log_odds" in (tmp_path / "orpo.py").read_text()
-    assert {"nf4", "k3"} <= set(re.findall(r"nf4|k3", (tmp_path / "my.py").read_text()))
+    mine = (tmp_path / "my.py").read_text()
+    assert "nf4" in mine and "k3" in mine

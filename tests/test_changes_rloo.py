@@ -1,15 +1,17 @@
 """Patches of rloo.py: loss and gradient equal those of a plain loop over samples."""
 import sys
+from functools import partial
 from importlib.util import find_spec
 from math import nan
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from models import logps, parametrize
+from models import parametrize
 from runs import ROOT, TOKENIZER, adapt, load, needs_peft, tiny
 from slow_losses import model_with_many_ends
-from slow_samples import FORMULAS
+from slow_samples import BETA, LOSSES, add_logps, batch_of
 from test_changes import SLOW, changed, run, watch
 from torch import tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,46 +21,34 @@ import rloo
 SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.1, 0.1, 0.1]])
 
 
-def watch_samples(monkeypatch, name, formula):
+def watch_samples(monkeypatch, name, slow_loss):
     """watch() of the samples of a run, which get SCORES."""
-    module, reference, known = changed(name), load(model_with_many_ends()), {}
-    rollout = module.rollout
+    module, reference, batch = changed(name), load(model_with_many_ends()), []
 
-    def watched_rollout(policy, tokenizer, prompts, k, step, args):
-        samples = rollout(policy, tokenizer, prompts, k, step, args)
-        if step > 1:
+    def rollout(policy, *inputs, step, original=module.rollout, **options):
+        samples = original(policy, *inputs, step=step, **options)
+        if step > 1:  # as if another program had drawn them
             noise = torch.cos(torch.arange(samples.logps.numel())).view(samples.logps.shape)
             samples = samples._replace(logps=(samples.logps + noise) * samples.mask)
-        rewards = torch.where(samples.ended, SCORES, nan).flatten().tolist()  # --mask_truncated
-        rows = [(prompt, y) for prompt, ys in samples.groups for y in ys]
-        with torch.no_grad():
-            olds, refs = logps(policy, rows), logps(reference, rows)
-        known.update({prompt: [] for prompt, _ in samples.groups})
-        samplers = samples.logps.flatten(0, 1)
-        for (prompt, y), sampler, old, ref, reward in zip(rows, samplers, olds, refs, rewards):
-            sample = SimpleNamespace(tokens=y, sampler=sampler[:len(y)], old=old, ref=ref, reward=reward)
-            known[prompt].append(sample)
+        batch[:] = batch_of(samples, SCORES.where(samples.ended, nan), policy, reference)  # --mask_truncated
         return samples
 
-    def slow_loss(policy, samples, *_):
-        batch = [known[prompt] for prompt, _ in samples.groups]
-        rows = [(prompt, y.tokens) for prompt, _ in samples.groups for y in known[prompt]]
-        for y, logp in zip(sum(batch, []), logps(policy, rows)):
-            y.logp = logp
-        return formula(batch)
+    def loss_now(policy, *_):
+        add_logps(policy, batch)
+        return slow_loss(batch)
 
-    monkeypatch.setattr(module, "rollout", watched_rollout)
+    monkeypatch.setattr(module, "rollout", rollout)
     monkeypatch.setattr(module, "compute_rewards", lambda *_: (SCORES, {}))
-    return watch(monkeypatch, name, slow_loss, "run_pairs" if "online_dpo" in name else "run_batch")
+    return watch(monkeypatch, name, loss_now, "run_pairs" if "online_dpo" in name else "run_batch")
 
 
 SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_per_rollout=2, eval_data=None,
-             eval_size=0, beta=0.3, steps=2)
+             eval_size=0, beta=BETA, steps=2)
 
 
-@parametrize("name, flags, formula", FORMULAS)
-def test_loss_of_samples(monkeypatch, name, flags, formula):
-    losses = watch_samples(monkeypatch, name, formula)
+@parametrize("name, slow_loss, flags", LOSSES)
+def test_loss_of_samples(monkeypatch, name, slow_loss, flags):
+    losses = watch_samples(monkeypatch, name, partial(slow_loss, **flags))
     history, _ = run(name, model=model_with_many_ends(), tokens_per_forward=40, **SIZES | flags)
     assert len(losses) == 4 and max(norm for _, norm in losses) > 1e-3
     if "online_dpo" not in name and flags.get("loss_type") != "gspo":
@@ -75,49 +65,43 @@ def test_equal_rewards_have_no_advantage(loss_type):
 
 # --- vLLM: a module that stands for it, which draws from the weights it was sent
 
-class LLM:
+@pytest.fixture
+def engines(monkeypatch):
+    """The engines of a module that stands for vLLM. They sample from the weights that they were sent."""
     engines = []
 
-    def __init__(self, model, load_format, logprobs_mode, max_model_len, **_):
+    def start(model, load_format, logprobs_mode, max_model_len, **_):
         assert (load_format, logprobs_mode, max_model_len) == ("dummy", "processed_logprobs", -1)
-        self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval()
-        core = SimpleNamespace(shutdown=lambda: self.calls.append("shutdown"))
-        self.llm_engine = SimpleNamespace(engine_core=core)
-        self.calls = []
-        self.reset_prefix_cache = lambda: self.calls.append("reset_prefix_cache")
-        LLM.engines.append(self)
+        policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval()
 
-    def collective_rpc(self, name, kwargs):
-        self.calls.append(name)
-        weights = {name: weight.clone() for name, weight in kwargs["weights_iterator"]}
-        self.model.load_state_dict(weights, strict=True)
+        def load_weights(name, kwargs):
+            assert name == "reload_weights"
+            policy.load_state_dict(dict(kwargs["weights_iterator"]))
 
-    def generate(self, requests, options, use_tqdm):
-        self.calls.append("generate")
-        outputs = []
-        for request, option in zip(requests, options, strict=True):
-            assert option.ignore_eos and option.flat_logprobs and option.logprobs == 0
-            self.model.generation_config.eos_token_id = option.stop_token_ids
-            args = rloo.Args(
-                seed=option.seed, temperature=option.temperature, max_new_tokens=option.max_tokens)
-            prompts = [tuple(request["prompt_token_ids"])]
-            drawn = rloo.rollout(self.model, TOKENIZER, prompts, option.n, 0, args)
-            samples = []
-            for y, scores in zip(drawn.groups[0][1], drawn.logps[0]):
-                logprobs = SimpleNamespace(logprobs=scores[:len(y)].tolist())
-                samples.append(SimpleNamespace(token_ids=list(y), logprobs=logprobs))
-            outputs.append(SimpleNamespace(outputs=samples))
-        return outputs
+        engine = MagicMock()
+        engine.collective_rpc.side_effect = load_weights
+        engine.generate.side_effect = partial(generate, policy)
+        engines.append(engine)
+        return engine
 
-
-@pytest.fixture
-def fake_vllm(monkeypatch):
-    module = ModuleType("vllm")
-    module.LLM, module.SamplingParams = LLM, SimpleNamespace
-    monkeypatch.setitem(sys.modules, "vllm", module)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=start, SamplingParams=SimpleNamespace))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     changed("vllm_rollouts").load_engine.cache_clear()
-    LLM.engines.clear()
+    return engines
+
+
+def generate(policy, requests, options, use_tqdm):
+    outputs = []
+    for request, option in zip(requests, options, strict=True):
+        assert option.ignore_eos and option.flat_logprobs and option.logprobs == 0
+        policy.generation_config.eos_token_id = option.stop_token_ids
+        args = rloo.Args(seed=option.seed, temperature=option.temperature, max_new_tokens=option.max_tokens)
+        drawn = rloo.rollout(policy, TOKENIZER, [tuple(request["prompt_token_ids"])], option.n, 0, args)
+        samples = [
+            SimpleNamespace(token_ids=y, logprobs=SimpleNamespace(logprobs=logps[:len(y)].tolist()))
+            for y, logps in zip(drawn.groups[0][1], drawn.logps[0])]
+        outputs.append(SimpleNamespace(outputs=samples))
+    return outputs
 
 
 def gap(history):
@@ -131,16 +115,18 @@ def with_adapter():
 @parametrize("name, model", [
     ("vllm_rollouts", model_with_many_ends), ("grpo+vllm_rollouts", tiny),
     pytest.param("vllm_rollouts", with_adapter, marks=needs_peft)])
-def test_vllm_samples_from_the_new_weights(fake_vllm, name, model):
+def test_vllm_samples_from_the_new_weights(engines, name, model):
     """The learning rate is high: samples of older weights would have other log-probs."""
     history, _ = run(name, model=model(), lr=3e-2, temperature=0.7)
     assert gap(history) < 1e-4 and history[1]["kl"] != history[3]["kl"]
-    steps = 5  # an evaluation, three steps, an evaluation
-    calls, = [engine.calls for engine in LLM.engines]
-    assert calls == steps * ["reload_weights", "reset_prefix_cache", "generate"] + ["shutdown"]
+    engine, = engines
+    *calls, last = [name for name, *_ in engine.mock_calls]
+    rollouts = 5  # an evaluation, three steps, an evaluation
+    assert calls == rollouts * ["collective_rpc", "reset_prefix_cache", "generate"]
+    assert last == "llm_engine.engine_core.shutdown"
 
 
-def test_vllm_samples_are_a_function_of_seed_step_and_place(fake_vllm):
+def test_vllm_samples_are_a_function_of_seed_step_and_place(engines):
     def sample(seed, step):
         module = changed("vllm_rollouts")
         args = module.Args(model=tiny(), dtype="float32", seed=seed, max_new_tokens=6)

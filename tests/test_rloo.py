@@ -1,77 +1,77 @@
-"""rloo.py: advantages and gradients by hand, rewards, training against a slow loop of two models, samples."""
+"""rloo.py: advantages and gradients by hand, rewards, training against a slow loop, samples."""
 import asyncio
 import math
 import sys
+from copy import deepcopy
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from models import bad_input, logps, parametrize
-from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, read, tiny, weights_of, without_speed
+from models import bad_input, parametrize
+from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, done, read, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
+from slow_samples import BETA, add_logps, batch_of
 from torch import tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import rloo
+import slow_samples
 from rloo import (
     Args, Row, Samples, compute_rewards, leave_one_out, learning_rate, load_reward_model, main, policy_loss, rollout,
     rows_in_order)
 
 DEMO = dict(model=str(ROOT / "demo/model"), max_new_tokens=12)
+MEMORY = dict(tokens_per_forward=60, rollout_tokens=60, gradient_checkpointing=True)  # they change memory only
 MODEL = model_with_many_ends()
 NAN = math.nan
 REWARDS = """
-def vowels(completions, **columns):
-    return [sum(x in "aeiou" for x in (y if isinstance(y, str) else y[-1]["content"])) / 10 for y in completions]
-
 def constant(completions, **columns):
-    return ([0.7, None] * len(completions))[:len(completions)]
+    return [0.7] * len(completions)
 
 def infinite(completions, **columns):
     return [float("-inf")] * len(completions)
 
 def silent_at_step_2(completions, calls=[], **columns):
     calls.append(len(completions))
-    return [None] * len(completions) if calls.count(16) == 2 else vowels(completions)
+    return [None if calls.count(16) == 2 else i for i in range(len(completions))]
 """
-
-
-def vowels(text):
-    return sum(x in "aeiou" for x in text) / 10
-
-
 FILE = Path(FOLDER.name) / "rewards_of_test_rloo.py"
 FILE.write_text(REWARDS)
-FLAGS = dict(model=MODEL, reward=(f"{FILE}:vowels",), steps=2, batch_size=4, lr=1e-3, warmup=0.1, max_new_tokens=6)
+FLAGS = dict(model=MODEL, steps=2, batch_size=4, lr=1e-3, warmup=0.1)
+
+
+def letters(text):
+    """The reward of runs.py."""
+    return sum(map(ord, text)) % 101 / 101
+
+
+def texts_of(samples):
+    """k texts per prompt."""
+    return [[TOKENIZER.decode(y, skip_special_tokens=True) for y in ys] for _, ys in samples.groups]
 
 
 def chat(text, role="user"):
     return [{"role": role, "content": text}]
 
 
-@pytest.fixture(scope="module")
-def rolled():
-    """rolled(**changes) -> metrics, weights and samples of a run. Tests share runs with the same changes."""
-    @cache
-    def run(changes):
-        args = arguments("rloo", **FLAGS | dict(changes))
-        drawn = []
+def rolled(**changes):
+    """A run and the samples of its steps. Equal runs are made only once."""
+    steps = []
 
-        def spy(*inputs, **options):
-            drawn.append(rollout(*inputs, **options))
-            return drawn[-1]
+    def spy(*inputs, k, **options):
+        samples = rollout(*inputs, k=k, **options)
+        if k > 1:  # no evaluation
+            steps.append(samples)
+        return samples
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rloo, "rollout", spy)
-            history = without_speed(main(args))
-        steps = [samples for samples in drawn if len(samples.groups[0][1]) > 1]
-        out = Path(args.out)
-        return SimpleNamespace(history=history, weights=weights_of(out / "model"), drawn=drawn, steps=steps, out=out)
-    return lambda **changes: run(tuple(sorted(changes.items())))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rloo, "rollout", spy)
+        run = done("rloo", tuple(sorted((FLAGS | changes).items())))
+    vars(run).setdefault("steps", steps)
+    return run
 
 
 # --- Advantages and loss, by hand
@@ -83,21 +83,21 @@ def test_advantages_by_hand():
 
 
 def test_equal_rewards_have_advantages_of_exactly_0():
-    rewards = torch.rand(100, 1).expand(-1, 7).clone()
-    rewards[:, 2] = NAN
+    rewards = torch.rand(100, 1).repeat(1, 7)
     assert not leave_one_out(rewards).any()
-    assert rloo.all_rewards_equal(tensor([[0.1, 0.1, NAN], [NAN] * 3, [0.1, 0.2, 0.1]])).tolist() == [True, True, False]
+    rewards = tensor([[0.1, 0.1, NAN], [NAN, NAN, NAN], [0.1, 0.2, 0.1]])
+    assert rloo.all_rewards_equal(rewards).tolist() == [True, True, False]
 
 
 def test_policy_loss_and_gradient_by_hand():
-    ratios = tensor([1.0, 1.0, 1.0, 1.5, 1.5, 0.5, 0.5, 1.1, math.exp(100), math.exp(100)], dtype=torch.float64)
-    advantages = tensor([1.5, -2.0, 0.0, 2.0, -2.0, 2.0, -2.0, 2.0, 1.0, 0.0])
+    ratios = tensor([1, 1.5, 1.5, 0.5, 0.5, math.exp(100), math.exp(100)], dtype=torch.float64)
+    advantages = tensor([-2.0, 2.0, -2.0, 2.0, -2.0, 1.0, 0.0])
     logps = ratios.log().float().requires_grad_()
-    losses, is_clipped = policy_loss(logps, torch.zeros(10), advantages, 0.2)
-    assert losses.tolist() == pytest.approx([-1.5, 2, 0, -2.4, 3, -1, 1.6, -2.2, -1.2, 0], abs=1e-4)
+    losses, is_clipped = policy_loss(logps, torch.zeros(7), advantages, 0.2)
     losses.sum().backward()
-    assert logps.grad.tolist() == pytest.approx([-1.5, 2, 0, 0, 3, -1, 0, -2.2, 0, 0], abs=1e-4)
-    assert is_clipped.nonzero().flatten().tolist() == [3, 6, 8]  # where no gradient passes, but for advantage 0
+    assert losses.tolist() == pytest.approx([2, -2.4, 3, -1, 1.6, -1.2, 0], abs=1e-4)
+    assert logps.grad.tolist() == pytest.approx([2, 0, 3, -1, 0, 0, 0], abs=1e-4)
+    assert is_clipped.nonzero().flatten().tolist() == [1, 4, 5]  # where no gradient passes, but for advantage 0
 
 
 # --- Rewards
@@ -116,12 +116,13 @@ def test_rewards_are_weighted():
     async def later(**columns):
         return (reward for reward in (10, 20.0, None, None))
 
-    total, means = score((lambda **columns: tensor([1.0, NAN, NAN, 4]), 2.0), (later, 0.5))
+    total, means = score((lambda **columns: tensor([1, NAN, NAN, 4]), 2.0), (later, 0.5))
     assert total.nan_to_num(-1).tolist() == [[7, 10], [-1, 8]]
     assert means == {"rewards/f0": 2.5, "rewards/f1": 15}
 
 
 def test_coroutines_share_an_event_loop():
+    """Also in a notebook, which runs a loop of its own."""
     loops = set()
 
     async def judge(**columns):
@@ -129,77 +130,61 @@ def test_coroutines_share_an_event_loop():
         return [1.0] * 4
 
     async def notebook():
-        return score((judge, 1.0))
+        score((judge, 1.0), (judge, 1.0))
 
-    score((judge, 1.0))
     asyncio.run(notebook())
     assert len(loops) == 1
 
 
-def functions_of(*specs):
-    return [function for _, function, _ in rloo.load_rewards("cpu", Args(reward=specs))]
-
-
 def test_reward_files_of_one_name_are_two_modules(tmp_path):
-    """A process pool finds a function by the name of its module."""
+    """Also beside a module that is loaded. A process pool finds a function by the name of its module."""
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "rules.py").write_text(f"def f():\n    return '{folder}'\n\ndef g():\n    pass")
-    specs = tuple(f"{tmp_path}/{name}" for name in ("one/rules.py:f", "one/rules.py:g", "two/rules.py:f"))
-    weights = [weight for *_, weight in rloo.load_rewards("cpu", Args(reward=specs, reward_weights=(3.0, 1.0, 2.0)))]
-    assert weights == [3, 1, 2]
-    functions = functions_of(*specs)
+        (tmp_path / folder / "json.py").write_text(f"def f():\n    return '{folder}'\n\ndef g():\n    pass")
+    specs = tuple(f"{tmp_path}/{name}" for name in ("one/json.py:f", "one/json.py:g", "two/json.py:f"))
+    args = Args(reward=specs, reward_weights=(3.0, 1.0, 2.0))
+
+    _, functions, weights = zip(*rloo.load_rewards("cpu", args))
+    assert weights == args.reward_weights
     assert functions[0]() == "one" and functions[2]() == "two"
     for function in functions:
         assert vars(sys.modules[function.__module__])[function.__name__] is function
-
-
-def test_reward_file_is_read_anew_and_replaces_no_module(tmp_path):
-    """Neither an installed module of its name, nor one that is loaded, such as json."""
-    for name in ("json", "antigravity"):
-        for value in (1, 2):
-            (tmp_path / f"{name}.py").write_text(f"def f():\n    return {value}")
-            function, = functions_of(f"{tmp_path}/{name}.py:f")
-            assert function() == value
     assert sys.modules["json"].dumps
 
 
-def test_reward_is_tried_before_the_policy_is_loaded(monkeypatch):
-    monkeypatch.setattr(rloo, "load_model", None)
-    with bad_input("infinite returned an infinite reward"):
-        main(arguments("rloo", **FLAGS | dict(reward=(f"{FILE}:infinite",))))
+def test_reward_file_is_read_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # a cache of bytecode would be old
+    for value in (1, 2):
+        (tmp_path / "rule.py").write_text(f"def f():\n    return {value}")
+        assert rloo.load_module(f"{tmp_path}/rule.py").f() == value
 
 
-def test_columns_come_once_per_sample():
-    seen = {}
+def test_each_sample_has_columns_of_its_own():
+    """If a reward changes them, neither the other samples of a prompt see that, nor the next step."""
+    def reward(**columns):
+        seen.append(deepcopy(columns))
+        for prompt in columns["prompts"]:
+            prompt.append("more")
+        return list(map(len, columns["prompts"]))
+
+    seen = []
     x, z = chat("a"), chat("b")
     rows = [dict(prompt=x, thing=[1]), dict(prompt=z, thing=None)]
-    score((lambda **columns: seen.update(columns) or [0.0] * 4, 1.0), rows=rows)
     texts = [" soup", " tea", " bread", " cake"]
-    assert seen == dict(
-        prompts=[x, x, z, z], completions=[chat(text, "assistant") for text in texts], thing=[[1], [1], None, None],
-        completion_ids=TOKENIZER(texts).input_ids, ended=[True, False, True, True])
-
-
-def test_a_reward_may_change_its_inputs():
-    """Neither the other samples of a prompt see the change, nor the next step."""
-    def reward(prompts, **columns):
-        for prompt in prompts:
-            prompt.append("more")
-        return list(map(len, prompts))
-
-    rows = [dict(prompt=chat("a"))] * 2
     for _ in range(2):
         assert score((reward, 1.0), rows=rows)[0].tolist() == [[2, 2], [2, 2]]
+        assert seen.pop() == dict(
+            prompts=[x, x, z, z], completions=[chat(text, "assistant") for text in texts], thing=[[1], [1], None, None],
+            completion_ids=TOKENIZER(texts).input_ids, ended=[True, False, True, True])
 
 
-@parametrize("value", [{0: 1.0, 1: 2.0, 2: 3.0, 3: 4.0}, {1.0, 2.0, 3.0, 4.0}, "1234", [1.0], [0.0] * 8], ids=str)
+@parametrize("value", [dict.fromkeys(range(4), 1.0), {1, 2, 3, 4}, "1234", [1.0], [0.0] * 8], ids=str)
 def test_what_is_no_list_of_numbers_is_refused(value):
     with bad_input("f1 returned .*: expected 4 numbers or None"):
         score((lambda **columns: [0.0] * 4, 1.0), (lambda **columns: value, 1.0))
 
 
-def test_step_without_any_reward_trains_nothing(rolled):
+def test_step_without_any_reward_trains_nothing():
     """Neither does Adam's momentum."""
     one, two = (rolled(reward=(f"{FILE}:silent_at_step_2",), steps=steps, schedule="constant") for steps in (1, 2))
     assert [values["frac_reward_none"] for values in two.history[1:]] == [0, 1]
@@ -209,8 +194,10 @@ def test_step_without_any_reward_trains_nothing(rolled):
 @parametrize("changes, words", [
     (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 1.0)), "--reward_weights"),
     (dict(max_new_tokens=256), "the model has 256 positions"),
-    (dict(reward=("nothing.py:f",)), "expected FILE.py:FUNCTION")])
-def test_misuse_is_refused(changes, words):
+    (dict(reward=("nothing.py:f",)), "expected FILE.py:FUNCTION"),
+    (dict(reward=(f"{FILE}:infinite",)), "infinite returned an infinite reward")])
+def test_misuse_is_refused_before_the_policy_is_loaded(changes, words, monkeypatch):
+    monkeypatch.setattr(rloo, "load_model", None)
     with bad_input(words):
         main(arguments("rloo", **FLAGS | changes))
 
@@ -222,48 +209,31 @@ def classifier(path, **changes):
     config = AutoConfig.from_pretrained(tiny(), **dict(num_labels=1) | changes)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
     TOKENIZER.save_pretrained(path)
+    (path / "chat_template.jinja").write_text("{{ tools[0].name if tools }}" + TOKENIZER.chat_template)
     return str(path)
 
 
 @parametrize("pad_token_id", [0, None])
 def test_reward_model_equals_one_forward_per_text(tmp_path, pad_token_id):
+    """A text ends with EOS if the sample has ended. A sample that is too long gets no reward."""
     path = classifier(tmp_path, pad_token_id=pad_token_id)
-    prompts = [chat(f"How was the soup? {n}") for n in range(6)]
-    answers = [chat("The soup was nice. " * (n + 1), "assistant") for n in range(6)]
+    question, answer, rest = chat("Soup?"), chat("Good.", "assistant"), chat(" tea.", "assistant")
+    begun = question + chat("The", "assistant")
+    cases = [  # prompt, completion, ended, tools, text
+        ("Soup?", " Good.", True, None, "Soup? Good.<|end|>"),
+        ("Soup?", " Good.", False, None, "Soup? Good."),
+        (question, chat("Good. " * 100, "assistant"), True, None, None),
+        (question, answer, True, [dict(name="look")], "look<|user|>Soup?<|end|><|assistant|>Good.<|end|>"),
+        (question, answer, False, None, "<|user|>Soup?<|end|><|assistant|>Good."),
+        (begun, rest, True, None, "<|user|>Soup?<|end|><|assistant|>The tea.<|end|>"),
+        (begun, rest, False, None, "<|user|>Soup?<|end|><|assistant|>The tea."),
+    ]
+    *columns, tools, texts = zip(*cases)
     model = AutoModelForSequenceClassification.from_pretrained(path).eval()
-    rows = [TOKENIZER.apply_chat_template(x + y, return_dict=False) for x, y in zip(prompts, answers)]
-    truth = [model(tensor([ids])).logits.item() for ids in rows]
-    for budget in (1, 120, 10**6):
+    truth = [model(tensor([TOKENIZER(text).input_ids])).logits.item() if text else NAN for text in texts]
+    for budget in (1, 40, 10**6):
         judge = load_reward_model(path, "cpu", Args(tokens_per_forward=budget))
-        assert judge(prompts, answers, [True] * 6) == pytest.approx(truth, abs=1e-5)
-    scores = judge(prompts[:2][::-1], [chat("The soup. " * 100, "assistant"), answers[0]], [True] * 2)
-    assert math.isnan(scores[0]) and scores[1] == pytest.approx(truth[0], abs=1e-5), "no reward for too long a sample"
-    begun = [x + chat("The soup", "assistant") for x in prompts]
-    ends = [chat(y["content"].removeprefix("The soup"), "assistant") for (y,) in answers]
-    assert judge(begun, ends, [True] * 6) == pytest.approx(truth, abs=1e-5)
-
-
-def test_reward_model_sees_no_end_that_was_cut_off(tmp_path, monkeypatch):
-    judge = load_reward_model(classifier(tmp_path), "cpu", Args())
-    seen = []
-
-    def functional_call(model, weights, kwargs):
-        seen.extend(kwargs["input_ids"])
-        return SimpleNamespace(logits=torch.zeros(len(kwargs["input_ids"]), 1))
-
-    monkeypatch.setattr(torch.func, "functional_call", functional_call)
-    for prompt, answer, begin in (("Hi", " you", ""), (chat("Hi"), chat("you", "assistant"), "<|assistant|>")):
-        judge([prompt] * 2, [answer] * 2, [True, False])
-        ended, cut = sorted((TOKENIZER.decode(ids[ids > 0]) for ids in seen[-2:]), key=len, reverse=True)
-        assert ended.strip() == cut + "<|end|>" and cut.endswith(begin + "you")
-
-
-def test_reward_model_sees_the_tools_of_a_row(tmp_path):
-    path = classifier(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text("{{ tools }}")
-    judge = load_reward_model(path, "cpu", Args())
-    one, other = judge([chat("Hi")] * 2, [chat("you", "assistant")] * 2, [True] * 2, tools=[None, [dict(name="f")]])
-    assert one != other
+        assert judge(*columns, tools=tools) == pytest.approx(truth, abs=1e-5, nan_ok=True)
 
 
 def test_bad_reward_models_are_refused(tmp_path):
@@ -274,45 +244,31 @@ def test_bad_reward_models_are_refused(tmp_path):
 
 # --- Training
 
-def sums(model, groups, temperature):
-    """log π of every sample, (B, k)."""
-    rows = logps(model, [(prompt, y) for prompt, ys in groups for y in ys], temperature)
-    return torch.stack([y.sum() for y in rows]).view(len(groups), -1)
-
-
 @parametrize("changes", [
     dict(updates_per_rollout=2, temperature=0.8, mask_truncated=True) | DEMO,
-    dict(ref="live", ref_model=tiny(1))], ids=["demo", "other reference"])
-def test_training_equals_a_slow_loop(rolled, changes):
-    one = rolled(**changes)
+    dict(ref="live", ref_model=tiny(1)) | MEMORY], ids=["demo", "other reference"])
+def test_training_equals_a_slow_loop(changes):
+    one = rolled(beta=BETA, **changes)
     args = replace(Args(lr=1e-3), **changes)
     begin = (FLAGS | changes)["model"]
     policy, reference = map(AutoModelForCausalLM.from_pretrained, (begin, changes.get("ref_model", begin)))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step, samples in enumerate(one.steps, 1):
+        rewards = tensor([list(map(letters, texts)) for texts in texts_of(samples)])
+        if args.mask_truncated:
+            rewards = rewards.where(samples.ended, NAN)
+        batch = batch_of(samples, rewards, policy, reference, args.temperature)
         optimizer.param_groups[0]["lr"] = learning_rate(step, 2, args)
-        with torch.no_grad():
-            old, ref = (sums(model, samples.groups, args.temperature) for model in (policy, reference))
         for _ in range(args.updates_per_rollout):
-            loss = 0
-            new = sums(policy, samples.groups, args.temperature)
-            for b, (_, ys) in enumerate(samples.groups):
-                total = {}
-                for i, y in enumerate(ys):
-                    if samples.ended[b, i] or not args.mask_truncated:
-                        reward = vowels(TOKENIZER.decode(y, skip_special_tokens=True))
-                        total[i] = reward - args.beta * (old[b][i] - ref[b][i])
-                for i in total if len(total) > 1 else ():
-                    ratio = (new[b][i] - old[b][i]).exp()
-                    advantage = total[i] - sum(total[j] for j in total if j != i) / (len(total) - 1)
-                    loss = loss - torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) / 16
+            add_logps(policy, batch, args.temperature)
+            loss = slow_samples.rloo(batch)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-        kl = (old - ref).sum()
+        kl = torch.cat([y.old - y.ref for prompt in batch for y in prompt])
         assert loss.item() == pytest.approx(one.history[step]["loss"], abs=1e-3)
-        assert kl / samples.mask.sum() == pytest.approx(one.history[step]["kl"], abs=1e-3)
+        assert kl.mean().item() == pytest.approx(one.history[step]["kl"], abs=1e-3)
     assert any(0 < values["completions/clipped_ratio"] < 1 for values in one.history[1:])
     assert (max(values["clip_ratio"] for values in one.history[1:]) > 0) == (args.updates_per_rollout > 1)
     gaps = torch.cat([(p - one.weights[name]).abs().flatten() for name, p in policy.named_parameters()])
@@ -320,44 +276,34 @@ def test_training_equals_a_slow_loop(rolled, changes):
     assert gaps.topk(20).values[-1] < 1e-4
 
 
-def test_memory_flags_change_no_sample_and_no_result(rolled):
-    one = rolled()
-    other = rolled(tokens_per_forward=60, gradient_checkpointing=True, rollout_tokens=1)
-    assert [samples.groups for samples in one.steps] == [samples.groups for samples in other.steps]
-    for values, others in zip(one.history, other.history):
-        assert values == pytest.approx(others, abs=1e-4)
-    assert distance(one, other) < 2e-5
-
-
 # --- Samples and files
 
-def test_files_hold_the_samples_and_metrics_of_the_run(rolled):
+def test_files_hold_the_samples_and_metrics_of_the_run():
     one = rolled(steps=3, eval_every=2)
     assert without_speed(read(one.out / "metrics.jsonl")) == one.history
     assert ["eval_reward" in values for values in one.history] == [True, False, True, True]
     lines = read(one.out / "samples.jsonl")
     assert [line["step"] for line in lines if line["held_out"]] == [0] * 3 + [2] * 3 + [3] * 3
 
-    rows = rows_in_order(read(data("rloo")[0]), 12, 0)
-    texts = [TOKENIZER.decode(y, skip_special_tokens=True) for step in one.steps for _, ys in step.groups for y in ys]
-    rewards = [vowels(text) for text in texts]
-    trained = [line for line in lines if not line["held_out"]]
-    for i, (line, text, reward) in enumerate(zip(trained, texts, rewards, strict=True)):
-        assert line == dict(step=1 + i // 16, held_out=False, prompt=rows[i // 4]["prompt"], completion=text,
-                            reward=pytest.approx(reward))
-    for values, mean in zip(one.history[1:], np.reshape(rewards, (3, 16)).mean(axis=1), strict=True):
-        assert values["reward"] == values["rewards/vowels"] == pytest.approx(mean)
+    expected = []
+    rows = iter(rows_in_order(read(data("rloo")[0]), 12, 0))
+    for step, samples in enumerate(one.steps, 1):
+        for texts in texts_of(samples):
+            of_prompt = dict(step=step, held_out=False, prompt=next(rows)["prompt"])
+            expected += [of_prompt | dict(completion=text, reward=pytest.approx(letters(text))) for text in texts]
+        mean = np.mean([letters(text) for texts in texts_of(samples) for text in texts])
+        assert one.history[step]["reward"] == one.history[step]["rewards/letters"] == pytest.approx(mean)
+    assert [line for line in lines if not line["held_out"]] == expected
 
 
 def test_metrics_by_hand():
     """Equal texts count once."""
-    texts = [["a", "b"], ["b", "c"], ["a", "a"], ["", "a"]]
-    mask = tensor([[[1, 1, 1], [1, 0, 0]]] * 4)
-    ended = tensor([[True, False], [True, True]] * 2)
-    samples = Samples(None, texts, mask, ended, None, entropy=torch.full((4, 2), 3.0))
-    rewards, logps = tensor([[1.0, NAN], [2.0, 2.0], [NAN, NAN], [1.0, 3.0]]), -0.25 * mask
+    mask = tensor([[[1, 1, 1], [1, 0, 0]]] * 2)
+    ended = tensor([[True, False], [True, True]])
+    samples = Samples(None, [["a", "b"], ["b", ""]], mask, ended, None, entropy=torch.full((2, 2), 3.0))
+    rewards, logps = tensor([[1.0, NAN], [2.0, 6.0]]), -0.25 * mask
     assert rloo.metrics(samples, rewards, logps, 2 * logps, Args()) == pytest.approx({
-        "reward": 1.8, "reward_std": np.std([1, 2, 2, 1, 3], ddof=1), "frac_reward_none": 3 / 8, "samples/distinct": 4,
+        "reward": 3, "reward_std": np.std([1, 2, 6], ddof=1), "frac_reward_none": 0.25, "samples/distinct": 3,
         "completions/mean_length": 2, "completions/clipped_ratio": 0.25, "entropy": 1.5, "kl": 0.25})
     assert rloo.metrics(samples, tensor([[2.0]]), logps, logps, Args())["reward_std"] == 0
 
@@ -370,12 +316,12 @@ def test_sampling_logp_difference(monkeypatch):
 
     monkeypatch.setattr(rloo, "rollout", another_sampler)
     values = main(arguments("rloo", **FLAGS | dict(steps=1, updates_per_rollout=2)))[1]
-    mean, largest = (values[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max"))
-    assert largest == pytest.approx(0.02, abs=1e-4)
-    assert mean * values["completions/mean_length"] * 16 == pytest.approx(0.02, abs=1e-3)
+    assert values["sampling/sampling_logp_difference/max"] == pytest.approx(0.02, abs=1e-4)
+    n_tokens = 16 * values["completions/mean_length"]
+    assert values["sampling/sampling_logp_difference/mean"] == pytest.approx(0.02 / n_tokens, abs=1e-5)
 
 
-def test_lr_zero_changes_no_weight_and_no_held_out_sample(rolled):
+def test_lr_zero_changes_no_weight_and_no_held_out_sample():
     """Each evaluation uses the same random numbers."""
     one = rolled(lr=1e-30)
     assert distance(one, SimpleNamespace(weights=weights_of(MODEL))) == 0
@@ -383,7 +329,7 @@ def test_lr_zero_changes_no_weight_and_no_held_out_sample(rolled):
     assert lines[:3] == lines[3:] and len(set(lines)) > 1
 
 
-def test_steps_0_only_evaluates(rolled):
+def test_steps_0_only_evaluates():
     none = rolled(steps=0)
     assert [values["step"] for values in none.history] == [0]
     assert none.history[0].keys() >= {"eval_reward", "eval_kl"}
@@ -391,10 +337,11 @@ def test_steps_0_only_evaluates(rolled):
     assert "kl" not in rolled(beta=0.0).history[2]
 
 
-@parametrize("flags, expected", [
-    (dict(reward=(f"{FILE}:constant",)), [1, 0]), (dict(max_new_tokens=3, model=tiny()), [0, 1])], ids=str)
-def test_what_teaches_nothing_is_said_at_step_1(flags, expected, capsys):
-    equal = main(arguments("rloo", **FLAGS | flags))[1]["frac_reward_zero_std"]
-    assert equal == 1 if expected[0] else 0 <= equal < 1
+@parametrize("flags, are_equal, none_ends", [
+    (dict(reward=(f"{FILE}:constant",)), True, False), (dict(max_new_tokens=3, model=tiny()), False, True)])
+def test_what_teaches_nothing_is_said_at_step_1(flags, are_equal, none_ends, capsys):
+    values = main(arguments("rloo", **FLAGS | flags))[1]
+    assert (values["frac_reward_zero_std"] == 1) == are_equal
     printed = capsys.readouterr().out
-    assert [printed.count(words) for words in ("rewards of each prompt are equal", "No sample ends")] == expected
+    assert printed.count("rewards of each prompt are equal") == are_equal
+    assert printed.count("No sample ends") == none_ends

@@ -1,5 +1,6 @@
-"""Rollouts: against transformers' generate(), against the model's own distribution, and however they are batched."""
+"""Rollouts: against one forward per sequence without a cache, and however they are batched."""
 from dataclasses import replace
+from itertools import chain
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,49 +85,31 @@ def test_tokens_of_probability_0_are_never_drawn():
 
 
 @parametrize("name", ["llama", "mamba"])
-def test_samples_do_not_depend_on_the_batch(name):
+def test_samples_do_not_depend_on_the_batch(name, monkeypatch):
     model = model_of(name)
+    model.generation_config.eos_token_id = None
+    monkeypatch.setattr(TOKENIZER, "eos_token_id", None)  # then no sample ends
     args = flags(max_new_tokens=6)
     first = roll(model, args).groups
     for tokens in (1, 130):
         assert roll(model, replace(args, rollout_tokens=tokens)).groups == first
     assert roll(model, args, [PROMPTS[0], (40,) * 60, PROMPTS[2]]).groups[::2] == first[:3:2]
     assert roll(model, replace(args, seed=1)).groups != first != roll(model, args, step=2).groups
-    assert all(len(set(ys)) == 4 for _, ys in first)
+    assert all(len({y for y in ys if len(y) == 6}) == 4 for _, ys in first)
 
 
-@parametrize("name", ["gpt2", "mistral-window-5", "mamba"])
-def test_rows_that_leave_early_change_no_other_row(name, monkeypatch):
-    """With 11 stop tokens the rows leave at every length."""
+@parametrize("name", ["llama", "gpt2", "mistral-window-5", "mamba"])
+def test_samples_leave_at_their_first_stop_token(name):
+    """They leave at every length, and change no other sample."""
     model = model_of(name)
-    args = flags()
-    model.generation_config.eos_token_id = None
-    monkeypatch.setattr(TOKENIZER, "eos_token_id", None)
-    whole = roll(model, args, k=8)
-    assert not whole.ended.any() and whole.mask.all()
-    ends = range(2, 13)
-    model.generation_config.eos_token_id = [*ends[1:]]
-    TOKENIZER.eos_token_id = 2  # both count
-    short = roll(model, args, k=8)
-    for (_, long), (_, ys), ended in zip(whole.groups, short.groups, short.ended.tolist()):
-        stops = [next((t + 1 for t, x in enumerate(y) if x in ends), 10) for y in long]
-        assert ys == [y[:n] for y, n in zip(long, stops)]
-        assert ended == [y[-1] in ends for y in ys]
-    check_tokens(model, short, args)
-    assert len({len(y) for _, ys in short.groups for y in ys}) > 4
-
-
-@parametrize("name", ["llama", "gpt2"])
-def test_one_row_per_prompt_gives_the_samples_of_copies(name, monkeypatch):
-    """Also where samples end at different lengths."""
-    model = model_of(name)
-    model.generation_config.eos_token_id = [*range(2, 9)]
-    assert rloo.copies_of_prompts(model, PROMPTS, 4, flags()) == 1
-    once = roll(model, flags())
-    monkeypatch.setattr(rloo, "copies_of_prompts", lambda core, prompts, k, args: k)
-    copies = roll(model, flags())
-    assert once.groups == copies.groups and once.ended.any() and not once.ended.all()
-    torch.testing.assert_close(once.logps, copies.logps, atol=1e-4, rtol=0)
+    stops = range(2, 13)
+    model.generation_config.eos_token_id = [*stops[1:]]  # 2 is the tokenizer's
+    samples = roll(model, flags(), k=8)
+    check_tokens(model, samples, flags())
+    for y, has_ended in zip(chain(*(ys for _, ys in samples.groups)), samples.ended.flatten()):
+        assert not set(y[:-1]) & set(stops)
+        assert has_ended == (y[-1] in stops) and (has_ended or len(y) == 10)
+    assert len({len(y) for _, ys in samples.groups for y in ys}) > 4
 
 
 @parametrize("name, n_copies", [("llama", 1), ("mistral-window-5", 4)])
@@ -137,6 +120,7 @@ def test_rollout_tokens_bounds_the_columns_of_every_batch(name, n_copies, monkey
         assert copies == n_copies
         columns.append(len(prompts) * (copies * max(map(len, prompts)) + u.shape[1] * u.shape[2]))
         return real(core, prompts, u, stops, copies, *rest)
+
     monkeypatch.setattr(rloo, "sample_batch", spy)
     roll(model_of(name), flags(rollout_tokens=300), PROMPTS * 4)
     assert max(columns) <= 300 and len(columns) < 16
