@@ -144,7 +144,8 @@ def test_reward_files_of_one_name_are_two_modules(tmp_path):
     specs = tuple(f"{tmp_path}/{name}" for name in ("one/json.py:f", "one/json.py:g", "two/json.py:f"))
     args = Args(reward=specs, reward_weights=(3.0, 1.0, 2.0))
 
-    _, functions, weights = zip(*rloo.load_rewards("cpu", args))
+    names, functions, weights = zip(*rloo.load_rewards("cpu", args))
+    assert len(set(names)) == 3  # each has a metric
     assert weights == args.reward_weights
     assert functions[0]() == "one" and functions[2]() == "two"
     for function in functions:
