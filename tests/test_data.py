@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from models import bad_input, build, parametrize
-from runs import EACH, SCRIPTS, TINY, TOKENIZER, data, read, save, tiny
+from runs import EACH, ROOT, SCRIPTS, TINY, TOKENIZER, data, read, save, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -218,13 +218,10 @@ def test_rows_are_divided_by_whole_prompts(load, tmp_path):
     """A prompt's last token may merge with one answer alone."""
     rows = [dict(prompt=f"The tea {i} wa", chosen=f"{end} warm {i}.", rejected=f"{end} bad {i}.")
             for i in range(40) for end in ("s", ",")]
-    loaded = load(rows, script=kto)
-    assert len({row.prompt for row in loaded}) == 80
-    train_rows, held_out = kto.load_data(TOKENIZER, kto.Args(model=tiny(), data=f"{tmp_path}/rows.jsonl"))
-    train_prompts, held_out_prompts = ({row.whole_prompt for row in some} for some in (train_rows, held_out))
+    assert len({row.prompt for row in load(rows, script=kto)}) == 80
+    parts = kto.load_data(TOKENIZER, kto.Args(model=tiny(), data=f"{tmp_path}/rows.jsonl"))
+    train_prompts, held_out_prompts = ({row.whole_prompt for row in part} for part in parts)
     assert len(held_out_prompts) == 4 and len(train_prompts) == 36 and not train_prompts & held_out_prompts
-    for row in kto.draw_others(loaded, loaded, kto.Args()):
-        assert {source.whole_prompt for source in loaded if source.completion == row.other} != {row.whole_prompt}
 
 
 # --- Rows that are left out
@@ -401,18 +398,11 @@ def test_tokens_that_the_model_lacks_are_refused(script):
         SCRIPTS[script].load_data(TOKENIZER, SCRIPTS[script].Args(model=folder, data=data("dpo")[0]))
 
 
-def test_a_path_to_nothing_is_refused_at_once(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "a.jsonl").touch()
-    for name in ("a.jsonl", "~/a.jsonl", f"{tmp_path}/a.jsonl"):
-        assert dpo.find_path(name) == f"{tmp_path}/a.jsonl"
+def test_a_path_to_nothing_is_refused_at_once():
     for name in ("Qwen/Qwen2.5-0.5B", "some/data:train[5:9]", "gpt2"):
         assert dpo.find_path(name) == name
     for name in ("/no/model", "./model", "~/model", "rows.json"):
         with bad_input(f"{name} does not exist"):
             dpo.find_path(name)
-
-    (tmp_path / "a.jsonl.gz").touch()
-    with bad_input("a.jsonl.gz: expected a file that ends with .jsonl, .json"):
-        dpo.read_rows("a.jsonl.gz")
+    with bad_input("pyproject.toml: expected a file that ends with .jsonl, .json"):
+        dpo.read_rows(f"{ROOT}/pyproject.toml")

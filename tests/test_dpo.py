@@ -28,23 +28,6 @@ def pair(whole_prompt, **columns):
     return dpo.Row(whole_prompt, (4,), (5,), (0, 0), whole_prompt, columns)
 
 
-@pytest.fixture
-def loaded(monkeypatch):
-    """Of each dpo.load_model: whether it loads the policy, and how many models are in memory then."""
-    calls = []
-    alive = weakref.WeakSet()
-
-    def load_model(*rest, trains=False, original=dpo.load_model):
-        model = original(*rest, trains=trains)
-        alive.add(model)
-        gc.collect()
-        calls.append((trains, len(alive)))
-        return model
-
-    monkeypatch.setattr(dpo, "load_model", load_model)
-    return calls
-
-
 # --- A run, and what it leaves
 
 def test_losses_of_step_0_are_weighted_and_accuracies_are_a_half(run):
@@ -66,8 +49,6 @@ def test_files_of_a_finished_run(run):
     assert samples == [(step, prompt, None) for step in (0, 2, 3) for prompt in prompts]
     assert AutoModelForCausalLM.from_pretrained(first.model).config._attn_implementation == "sdpa"
     assert AutoTokenizer.from_pretrained(first.model).chat_template == TOKENIZER.chat_template
-    written = json.loads((first.out / "args.json").read_text())
-    assert written["lr"] == first.args.lr and written["model's weights"] == checkpoint_digest(tiny())
 
 
 @EACH
@@ -130,9 +111,8 @@ def test_every_step_has_a_random_state_of_its_own(script, monkeypatch):
     """It follows from --seed and the step, so that a run resumes without a saved one."""
     found = []
     monkeypatch.setattr(SCRIPTS[script], "learning_rate", lambda *_: found.append(torch.initial_seed()) or 0.0)
-    for seed in (0, 70):
-        SCRIPTS[script].main(arguments(script, steps=2, seed=seed, max_new_tokens=2))
-    assert found == [1, 2, 71, 72]
+    SCRIPTS[script].main(arguments(script, steps=2, seed=70, max_new_tokens=2))
+    assert found == [71, 72]
 
 
 @EACH
@@ -147,7 +127,18 @@ def test_max_grad_norm_0_does_not_clip(run, script):
 @parametrize("flags, models", [
     ({}, [(False, 1), (True, 1)]), (dict(ref="none"), [(True, 1)]),
     (dict(loss=("simpo", "sft"), ref="swap"), [(True, 1)])])
-def test_the_reference_leaves_memory_before_the_policy_comes_or_is_not_needed(loaded, flags, models):
+def test_one_model_is_in_memory_and_a_reference_only_if_it_is_needed(monkeypatch, flags, models):
+    loaded = []  # for each load_model: whether it loads the policy, and how many models are in memory then
+    alive = weakref.WeakSet()
+
+    def load_model(*rest, trains=False, original=dpo.load_model):
+        model = original(*rest, trains=trains)
+        alive.add(model)
+        gc.collect()
+        loaded.append((trains, len(alive)))
+        return model
+
+    monkeypatch.setattr(dpo, "load_model", load_model)
     args = arguments(steps=1, **flags)
     dpo.main(args)
     assert loaded == models
@@ -249,9 +240,6 @@ def test_generation_config_changes_no_answer():
     assert answers_of(policy, seed=1) != plain and len(set(plain)) > 10
     vars(policy.generation_config).update(temperature=0.1, top_k=1, repetition_penalty=5.0, max_length=3)
     assert answers_of(policy) == plain
-    policy.generate = lambda *inputs, **options: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        answers_of(policy)
     assert policy.generation_config.top_k == 1, "it is saved with the model"
 
 
