@@ -74,21 +74,20 @@ def byte_level(front=(), back=(), **options):
 # --- Rendering
 
 def test_prompts_of_chats_may_stand_in_the_answers_too_or_only_there(load):
-    expected = load(CHATS[:1])[0][:3]
-    for prompt, before in product((PROMPT, PROMPT[0]["content"], None), ([], PROMPT)):
-        if prompt or before:
-            row, = load([dict(prompt=prompt, chosen=before + CHOSEN, rejected=before + REJECTED)])
-            assert row[:3] == expected
-        if prompt:
-            row, = load([dict(prompt=prompt, completion=before + CHOSEN, label=True)], script=kto)
-            assert row[:2] == expected[:2]
+    question = PROMPT[0]["content"]
+    for script, answers in (
+            (dpo, dict(chosen=CHOSEN, rejected=REJECTED)), (kto, dict(completion=CHOSEN, label=True)),
+            (kto, dict(completion=PROMPT + CHOSEN, label=True))):
+        one, two = load([answers | dict(prompt=prompt) for prompt in (PROMPT, question)], script=script)
+        assert one == two and TOKENIZER.decode(one.prompt).count(question) == 1
 
     tokenizer = byte_level(chat_template=PLAIN)
-    for before in (BRIEF + PROMPT, PROMPT + said("Yes.") + said("And?", "user")):
+    for before, script in product((BRIEF + PROMPT, PROMPT + said("Yes.") + said("And?", "user")), (dpo, kto)):
+        expected = load([dict(prompt=before, chosen=CHOSEN, rejected=REJECTED)], tokenizer, script)
         pair = dict(chosen=before + CHOSEN, rejected=before + REJECTED)
-        for script in (dpo, kto):  # the string may be any question of what both begin with
-            expected = load([pair], tokenizer, script)
-            assert load([pair | dict(prompt=PROMPT[0]["content"])], tokenizer, script) == expected
+        for prompt in (before, None, question):  # a string may be any question of what both begin with
+            assert load([pair | dict(prompt=prompt)], tokenizer, script) == expected
+        assert load([pair], tokenizer, script) == expected
 
 
 def test_prompt_with_a_begun_answer_is_continued_by_rloo(load):
@@ -124,20 +123,15 @@ TOOLS = [calling(dict(port=dict(enum=["Brest", None])), dict(port="Brest"), None
 def test_nulls_are_no_values_at_any_depth(load):
     """But an item of a list is one, such as null in an enum."""
     tokenizer = byte_level(chat_template=CALLS)
-    filled = json.loads(json.dumps(TOOLS[0]))
-    filled |= dict(id=None, chat_template_kwargs=dict(loud=None))
-    filled["tools"][0]["parameters"] |= dict(width=None)
-    filled["chosen"][0]["tool_calls"][0]["arguments"] |= dict(width=None)
-    filled["prompt"][0] |= dict(tool_calls=None)
-
-    tools = TOOLS[0]["tools"]
+    row, (tool,), (question,) = TOOLS[0], TOOLS[0]["tools"], TOOLS[0]["prompt"]
     first, *others = load([
-        TOOLS[0],
-        filled,
-        TOOLS[0] | dict(prompt=[TOOLS[0]["prompt"][0] | dict(tool_calls=[])]),
-        TOOLS[0] | dict(tools=json.dumps(tools)),
-        TOOLS[0] | dict(tools=list(map(json.dumps, tools)))], tokenizer, chat_template_kwargs=dict(loud="!"))
-    assert others == [first] * 4
+        row,
+        row | dict(tools=[tool | dict(strict=None)], chat_template_kwargs=dict(loud=None)),
+        row | dict(prompt=[question | dict(tool_calls=None)]),
+        row | dict(prompt=[question | dict(tool_calls=[])]),
+        row | dict(tools=json.dumps([tool])),
+        row | dict(tools=[json.dumps(tool)])], tokenizer, chat_template_kwargs=dict(loud="!"))
+    assert others == [first] * 5
     prompt, chosen, _ = decode(first, tokenizer)
     assert '"enum": ["Brest", null]' in prompt and "]!<user>" in prompt and '{"port": "Brest"}' in chosen
 
@@ -154,7 +148,7 @@ def test_strings_beside_a_template_are_reported(load, capsys, script):
 
 @parametrize("ends", [("s warm.", "s bad."), ("s warm.", ", bad."), (", warm.", "s bad.")])
 def test_token_across_the_boundary_moves_to_both_answers_and_is_counted(load, capsys, ends):
-    """Also if it spans the end of the prompt in one of them: a pair has one prompt."""
+    """Also if it spans the prompt's end in one of them."""
     row, = load([dict(prompt="The tea wa", chosen=ends[0], rejected=ends[1])])
     assert row.prompt == tuple(TOKENIZER("The tea").input_ids)
     for answer, end in zip((row.chosen, row.rejected), ends):
@@ -170,7 +164,6 @@ R1 = "{{ bos_token }}" + PLAIN.replace("m.content", "m.content.split('</think>')
 @parametrize("template, trained, differs", [  # what it makes of an answer; whether the prompt reads differently
     (QWEN3, "<think>{}", False), (R1, "{}", True)])
 def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, template, trained, differs):
-    """What differs belongs to the answers, as in TRL."""
     tokenizer = byte_level(["<s>"], chat_template=template)
     prompt = BRIEF + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
     pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt
@@ -189,7 +182,6 @@ def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, t
     (PLAIN.replace("m.content", "m.content | trim"), chat(" q ", "a\n"), False),
     (CALLS, TOOLS[1], False),
     (PLAIN, TOOLS[1], True),
-    (PLAIN, chat() | dict(chosen=[said("a")[0] | dict(reasoning_content="Hm.")]), True),
     (R1, chat(chosen="<think>Hm.</think>a"), True),
     (PLAIN.replace("messages", "messages if m.role != 'human'"), chat() | dict(prompt=said("Q?", "human")), True)])
 def test_text_that_the_template_drops_is_counted(load, capsys, template, row, lost):
@@ -262,8 +254,8 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, script, g
     ("dpo", dict(question="q", good="a"), "has no column 'chosen': it has question, good"),
     ("kto", dict(prompt="q", completion="a"), "label is None: expected true, false"),
     ("rloo", dict(question="q"), "has no column 'prompt': it has question"),
-    ("dpo", dict(chosen=" a b", rejected=" a c"), "strings need a column 'prompt'.*prepare_chat.py --strings"),
-    ("kto", dict(completion=said("a"), label=1), "has no column 'prompt'.*prepare_chat.py"),
+    ("dpo", dict(chosen=" a b", rejected=" a c"), "strings need a column 'prompt'"),
+    ("kto", dict(completion=said("a"), label=1), "has no column 'prompt'"),
     ("dpo", dict(TEXT, chosen=5), "chosen is 5: expected a string, or a list"),
     ("dpo", dict(TEXT, chosen=[{"from": "gpt"}]), "chosen is .{'from': 'gpt'}.: expected a string, or a list"),
     ("dpo", chat([dict(type="image", image="a.png")]), "prompt has .*: expected only parts of type text"),
@@ -271,11 +263,10 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, script, g
     ("dpo", dict(chat(), chosen=said("x", "user") + said("a")), "an answer contains a user or system"),
     ("dpo", dict(chat(), rejected=said("a") + said("x", "system")), "an answer contains a user or system"),
     ("rloo", '{"prompt": ', "Expecting value")])
-def test_unreadable_rows_are_refused_by_number_in_a_short_sentence(load, script, bad, words):
+def test_unreadable_rows_are_refused_by_number(load, script, bad, words):
     good = RATED if script == "kto" else TEXT
-    with bad_input(f"rows.jsonl, row 2: {words}") as error:
+    with bad_input(f"rows.jsonl, row 2: {words}"):
         load([good, "", bad, good, good], script=SCRIPTS[script])
-    assert len(str(error.value)) < 300
 
 
 def test_strings_need_an_eos_token(load):
@@ -292,9 +283,8 @@ def test_rewards_of_the_data_are_read_for_rpo_only(load):
 
 
 def test_labels(load):
-    row = dict(prompt="The tea", completion=" was warm.")
     labels = [True, 1, 1.0, "1", "true", "True", False, 0, 0.0, "0", "false", "False"]
-    rows = load([dict(row, label=label) for label in labels], script=kto)
+    rows = load([RATED | dict(label=label) for label in labels], script=kto)
     assert [row.is_desirable for row in rows] == [True] * 6 + [False] * 6
 
 
@@ -338,17 +328,16 @@ def test_every_format_gives_the_same_rows(load, tmp_path, monkeypatch, name):
         assert rows is TOOLS or [row.columns for row in loaded] == rows
 
 
-def test_hub_data_is_loaded_by_name_configuration_and_split(load, monkeypatch):
+def test_hub_data_is_loaded_by_name_configuration_and_split(monkeypatch):
     asked = []
     hub = SimpleNamespace(load_dataset=lambda *names, split: asked.append((*names, split)) or CHATS)
     monkeypatch.setitem(sys.modules, "datasets", hub)
     for source in ("some/data", "some/data:train[5:9]", "some/data:en:test"):
-        assert len(load(Path(source))) == len(CHATS)
+        assert dpo.read_rows(source) is CHATS
     assert asked == [("some/data", "train"), ("some/data", "train[5:9]"), ("some/data", "en", "test")]
 
 
 def test_prompts_of_rloo_have_the_columns_of_all_rows(load):
-    """Else a batch without one would end the run."""
     rows = [dict(prompt="The tea"), dict(prompt="The soup", answer=[4])]
     assert [row.columns for row in load(rows, script=rloo)] == [rows[0] | dict(answer=None), rows[1]]
 

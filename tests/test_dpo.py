@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import bad_input, build, parametrize
+from models import bad_input, equal, parametrize
 from runs import (  # noqa: F401
-    BOTH, EACH, SCRIPTS, TINY, TOKENIZER, arguments, data, distance, load, read, run, same, tiny, weights_of,
+    BOTH, EACH, ROOT, SCRIPTS, TOKENIZER, arguments, data, distance, load, read, run, same, tiny, weights_of,
     without_speed)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +20,7 @@ import dpo
 from dpo import Args, generate, learning_rate, load_rows, rows_in_order, write_samples
 from refcache import ReferenceCache, checkpoint_digest
 
-FIRST = dict(eval_every=2, samples=2, max_new_tokens=4, save_every=50)
+FIRST = dict(eval_every=2, samples=2, max_new_tokens=4, save_every=50, score=f"{ROOT}/demo/score.py:success")
 
 
 def pair(whole_prompt, **columns):
@@ -46,16 +46,17 @@ def test_files_of_a_finished_run(run):
     assert [(line["step"], "eval_loss" in line) for line in lines] == [(0, True), (1, False), (2, True), (3, True)]
     prompts = [TOKENIZER.decode(row.whole_prompt) for row in load_rows(first.args.eval_data, TOKENIZER, first.args)[:2]]
     samples = [(sample["step"], sample["prompt"], sample["score"]) for sample in read(first.out / "samples.jsonl")]
-    assert samples == [(step, prompt, None) for step in (0, 2, 3) for prompt in prompts]
+    assert samples == [(step, prompt, 0.0) for step in (0, 2, 3) for prompt in prompts]
     assert AutoModelForCausalLM.from_pretrained(first.model).config._attn_implementation == "sdpa"
     assert AutoTokenizer.from_pretrained(first.model).chat_template == TOKENIZER.chat_template
 
 
 @EACH
 def test_every_metric_is_explained(run, script):
-    files = run(script, **FIRST).out if script != "rloo" else run(script).out
-    names = {name for line in read(files / "metrics.jsonl") for name in line} - {"step"}
-    assert {"learning_rate", "grad_norm", "tokens_per_second", "samples/distinct"} <= names
+    out = run(script, **{} if script == "rloo" else FIRST).out
+    names = {name for line in read(out / "metrics.jsonl") for name in line} - {"step"}
+    reward = "eval_reward" if script == "rloo" else "eval_score"
+    assert {"learning_rate", "grad_norm", "tokens_per_second", "samples/distinct", reward} <= names
     text = SCRIPTS[script].__doc__.replace("NAME", "letters")
     assert not [name for name in names if name.removeprefix("eval_") not in text]
 
@@ -66,8 +67,7 @@ def test_seed_decides_the_bits(run):
 
 def test_lr_zero_changes_nothing(run):
     done = run(lr=1e-30)
-    original = weights_of(tiny())
-    assert all(torch.equal(tensor, original[name]) for name, tensor in done.weights.items())
+    assert equal(done.weights, weights_of(tiny()))
     assert done.history[-1]["eval_loss"] == done.history[0]["eval_loss"]
 
 
@@ -88,7 +88,6 @@ def test_a_forward_that_only_fsdp_needs_counts_nothing(run, script, monkeypatch)
 
 @parametrize("script", ["dpo", "rloo"])
 def test_report_shows_answers_and_metrics_before_and_now(script, tmp_path, capsys):
-    """Metrics that are no numbers are printed as they are, and of a long prompt its end."""
     metrics = [dict(step=0, a="low", b=None, c=1.5), dict(step=1, d=0), dict(step=2, a=[1], b=2, c=-0.25)]
     samples = []
     for step, prompt in product(range(3), ("p" * 80, "q" * 81, "r", "s")):
@@ -108,7 +107,6 @@ def test_report_shows_answers_and_metrics_before_and_now(script, tmp_path, capsy
 
 @EACH
 def test_every_step_has_a_random_state_of_its_own(script, monkeypatch):
-    """It follows from --seed and the step, so that a run resumes without a saved one."""
     found = []
     monkeypatch.setattr(SCRIPTS[script], "learning_rate", lambda *_: found.append(torch.initial_seed()) or 0.0)
     SCRIPTS[script].main(arguments(script, steps=2, seed=70, max_new_tokens=2))
@@ -170,16 +168,12 @@ def test_only_what_the_run_needs_is_scored(run, script):
 
 @EACH
 def test_log_probs_of_another_model_stop_the_run(script, monkeypatch):
-    module = SCRIPTS[script]
-
-    def load_another(name, *rest, trains=False, load_model=module.load_model):
+    def load_another(name, *rest, trains=False, load_model=SCRIPTS[script].load_model):
         return load_model(name if trains else tiny(1), *rest, trains=trains)
 
-    monkeypatch.setattr(module, "load_model", load_another)
-    args = arguments(script, ref="live")
+    monkeypatch.setattr(SCRIPTS[script], "load_model", load_another)
     with bad_input("differ by"):
-        module.main(args)
-    assert not Path(args.out, "model").exists()
+        SCRIPTS[script].main(arguments(script, ref="live"))
 
 
 # --- Order, held-out rows, learning rate
@@ -220,15 +214,6 @@ def test_learning_rate_by_hand(schedule, warmup, steps, rates):
 
 # --- Answers to held-out prompts, and their scores
 
-@pytest.fixture
-def uniform():
-    """A model whose 704 tokens are almost equally probable."""
-    model = build("llama", TINY)
-    with torch.no_grad():
-        model.lm_head.weight.normal_(std=1e-3)
-    return model
-
-
 def answers_of(policy, prompts=((5, 9), (7, 8, 9)) * 10, seed=0, tokens=12):
     torch.manual_seed(seed)
     return generate(policy, TOKENIZER, list(prompts), Args(dtype="float32", max_new_tokens=tokens))
@@ -250,15 +235,17 @@ def test_longer_prompts_of_a_batch_change_no_answer():
     assert answers_of(policy, prompts) == [answers_of(policy, [prompt])[0] for prompt in prompts]
 
 
-def test_answers_are_of_the_whole_vocabulary(uniform):
-    """transformers' default would keep 50 tokens."""
-    assert len(set(answers_of(uniform, [(5, 9)] * 200, tokens=1))) > 100
+def test_answers_are_of_the_whole_vocabulary():
+    """transformers' default would keep 50 tokens of the 704, which are almost equally probable here."""
+    policy = load()
+    policy.lm_head.weight.data.mul_(1e-3)
+    assert len(set(answers_of(policy, [(5, 9)] * 200, tokens=1))) > 100
 
 
-def test_answers_hold_no_stop_token(uniform):
-    """Padding is token 0, which means "!" in GPT-2's vocabulary."""
-    uniform.generation_config.eos_token_id = list(range(300))
-    answers = answers_of(uniform)
+def test_answers_hold_no_stop_token():
+    policy = load()
+    policy.generation_config.eos_token_id = list(range(300))
+    answers = answers_of(policy)
     assert {type(answer) for answer in answers} == {tuple} and len({len(answer) for answer in answers}) > 3
     assert min(token for answer in answers for token in answer) >= 300
 
@@ -279,7 +266,6 @@ def test_scores_get_the_columns_of_all_rows_and_none_is_left_out_of_the_mean(tmp
 
 
 def test_a_score_may_change_its_inputs():
-    """Else the next evaluation would see the change."""
     def score(prompts, **columns):
         prompts[0].append("more")
         return [len(prompts[0])]
@@ -291,18 +277,17 @@ def test_a_score_may_change_its_inputs():
 @BOTH
 def test_score_is_tried_before_the_reference_pass(script, monkeypatch):
     calls = []
-    module = SimpleNamespace(rate=lambda **columns: calls.append(columns) or 1 / 0)
+    module = SimpleNamespace(rate=lambda prompts, **columns: calls.append(prompts) or 1 / 0)
     monkeypatch.setattr(SCRIPTS[script], "load_module", lambda file: module)
     monkeypatch.setattr(ReferenceCache, "fill", None)
     with pytest.raises(ZeroDivisionError):
-        SCRIPTS[script].main(arguments(script, score=f"{Path(dpo.__file__).parent}/demo/score.py:rate"))
-    first, *_ = read(data(script)[1])
-    assert [columns["prompts"] for columns in calls] == [[first["prompt"]]]
+        SCRIPTS[script].main(arguments(script, score=f"{ROOT}/demo/score.py:rate"))
+    assert calls == [[read(data(script)[1])[0]["prompt"]]]
 
 
-@parametrize("answers, distinct, ended", [([(5,), (5,)], 1, 1), ([(5,) * 4, (6,) * 3], 2, 0.5), ([(5,) * 4] * 2, 1, 0)])
+@parametrize("answers, distinct, ended", [([(5,), (5,)], 1, 1), ([(5,) * 4, (6,) * 3], 2, 0.5)])
 def test_answers_that_differ_and_that_end_are_counted(tmp_path, monkeypatch, answers, distinct, ended):
-    """generate() leaves out a stop token, so one of 4 tokens, --max_new_tokens, has none."""
+    """An answer of 4 tokens, --max_new_tokens, has no stop token."""
     monkeypatch.setattr(dpo, "generate", lambda *_: answers)
     means, _ = sampled(tmp_path, lambda **columns: [0, 0])
     assert means == {"eval_score": 0, "samples/distinct": distinct, "samples/ended": ended}
@@ -323,8 +308,6 @@ def test_each_whole_prompt_with_room_for_an_answer_gets_one(tmp_path, capsys):
     assert write_samples(load(), TOKENIZER, rows, None, 0, tmp_path, Args(max_new_tokens=252)) == {}
     assert "no held-out prompt with room for 252 tokens" in capsys.readouterr().out
 
-
-# --- What is refused
 
 @EACH
 @parametrize("flags", [dict(lr=1e17, max_grad_norm=1e17), dict(lr=3e38, steps=1)], ids=["loss", "weights"])

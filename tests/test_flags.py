@@ -1,15 +1,14 @@
 """What flags may say, what they are when they are not given, and what a user's own functions may return."""
 import json
 import math
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from models import bad_input, build, parametrize
-from runs import EACH, ROOT, SCRIPTS, TIED, TINY, TOKENIZER, arguments, load, read, save, tiny
+from models import ROUNDING, bad_input, build, parametrize
+from runs import EACH, ROOT, SCRIPTS, TIED, TOKENIZER, arguments, load, read, save, tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -30,8 +29,6 @@ CONTRADICTIONS = [
 def resolve(script, **flags):
     return SCRIPTS[script].resolve(arguments(script, **flags))
 
-
-# --- Values
 
 @parametrize("script, flag, value", [
     *((script, *bad) for script in SCRIPTS for bad in BAD_VALUES),
@@ -55,16 +52,18 @@ def test_paths_are_absolute(script, monkeypatch, tmp_path):
     """A user's function may change the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    shutil.copytree(tiny(), "model")
+    Path("model").symlink_to(tiny())
     for name in ("rows.jsonl", "score.py"):
         Path(name).touch()
     flags = dict(model="model", data="~/rows.jsonl", eval_data="rows.jsonl", out="~/run")
-    flags |= dict(reward=("score.py:f",)) if script == "rloo" else dict(ref_cache="~/c.pkl", score="score.py:f")
-    args = resolve(script, **flags)
-    assert args.ref_model == args.model
-    for flag, value in flags.items():
-        found, value = (vars(args)[flag][0], value[0]) if flag == "reward" else (vars(args)[flag], value)
-        assert found == f"{tmp_path}/{value.removeprefix('~/')}"
+    if script == "rloo":
+        assert resolve(script, **flags, reward=("score.py:f",)).reward == (f"{tmp_path}/score.py:f",)
+    else:
+        flags |= dict(ref_cache="~/c.pkl", score="score.py:f")
+    args = vars(resolve(script, **flags))
+    for flag, path in flags.items():
+        assert args[flag] == f"{tmp_path}/{path.removeprefix('~/')}"
+    assert args["ref_model"] == args["model"]
 
 
 @parametrize("script, flags, words", [
@@ -92,8 +91,7 @@ def test_folder_without_out_goes_on_or_is_the_next(script, monkeypatch, tmp_path
 
 # --- A user's own functions
 
-@EACH
-def test_functions_of_a_user_may_start_a_process_pool(script, tmp_path):
+def test_functions_of_a_user_may_start_a_process_pool(tmp_path):
     """And import files that lie beside theirs."""
     (tmp_path / "beside.py").write_text("SCALE = 100")
     (tmp_path / "pooled.py").write_text("""
@@ -101,20 +99,15 @@ from concurrent.futures import ProcessPoolExecutor
 from beside import SCALE
 
 def check(completion):
-    return len(str(completion)) / SCALE
+    return len(completion) / SCALE
 
 def rate(completions, **columns):
     with ProcessPoolExecutor(1) as pool:
         return list(pool.map(check, completions))
 """)
-    spec = f"{tmp_path}/pooled.py:rate"
-    where = dict(reward=(spec,)) if script == "rloo" else dict(score=spec, samples=2)
-    sys.modules.pop("beside", None)
-    first, _ = SCRIPTS[script].main(arguments(script, steps=1, max_new_tokens=2, **where))
-    assert first["eval_reward" if script == "rloo" else "eval_score"] > 0
+    score = dpo.load_module(f"{tmp_path}/pooled.py").rate
+    assert score(completions=["good"], prompts=["q"]) == [0.04]
 
-
-# --- Weights & Biases
 
 def test_wandb_gets_every_line_of_metrics_once_and_finds_the_run_in_the_folder(monkeypatch):
     begun, logged = [], []
@@ -145,24 +138,20 @@ def test_model_is_saved_in_the_dtype_of_its_forwards(dtype, tmp_path, monkeypatc
     policy.register_buffer("count", torch.tensor([70_001]))  # bfloat16 would round it to 70,144
     dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args(dtype=dtype))
     saved = load_file(tmp_path / "model/model.safetensors")
-    count = saved.pop("count")
-    assert count.dtype == torch.int64 and count.item() == 70_001
-    assert {str(weight.dtype) for weight in saved.values()} == {f"torch.{dtype}"}
+    assert saved.pop("count").tolist() == [70_001]
     assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == dtype
-    assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
-    for name, weight in policy.named_parameters():
-        assert saved[name].equal(full_tensor(weight).to(saved[name].dtype))
+    weights = dict(policy.named_parameters())
+    assert saved.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert saved[name].equal(full_tensor(weight).to(getattr(torch, dtype)))
 
 
 @torch.no_grad()
 def test_saved_bfloat16_model_is_the_one_that_was_evaluated(tmp_path):
-    """It routes tokens to experts by weights that stay float32 (before transformers 5.24 they did not)."""
-    experts = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1,
-                   first_k_dense_replace=0, num_hidden_layers=2)
-    policy = load(save(build("dots1", TINY | experts), "dots1"), trains=True, dtype="bfloat16")
+    """It routes tokens to experts by weights that stay float32."""
+    folder = save(build(*ROUNDING["ernie-moe-float32-router"]), "router")
+    policy = load(folder, trains=True, dtype="bfloat16")
     dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args(dtype="bfloat16"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()
-    ids = torch.arange(3, 99)[None]
+    ids = torch.arange(3, 97)[None]
     assert policy(ids).logits.equal(model(ids).logits)
-    gate = load_file(tmp_path / "model/model.safetensors")["model.layers.0.mlp.gate.weight"]
-    assert ("gate.weight" in model._keep_in_fp32_modules_strict) != gate.bfloat16().float().equal(gate.float())
