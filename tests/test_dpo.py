@@ -44,9 +44,9 @@ def test_files_of_a_finished_run(run):
     lines = read(first.out / "metrics.jsonl")
     assert without_speed(lines) == first.history
     assert [(line["step"], "eval_loss" in line) for line in lines] == [(0, True), (1, False), (2, True), (3, True)]
-    prompts = [TOKENIZER.decode(row.whole_prompt) for row in load_rows(first.args.eval_data, TOKENIZER, first.args)[:2]]
+    rows = load_rows(first.args.eval_data, TOKENIZER, first.args)[:2]
     samples = [(sample["step"], sample["prompt"], sample["score"]) for sample in read(first.out / "samples.jsonl")]
-    assert samples == [(step, prompt, 0.0) for step in (0, 2, 3) for prompt in prompts]
+    assert samples == [(step, TOKENIZER.decode(row.whole_prompt), 0.0) for step in (0, 2, 3) for row in rows]
     assert AutoModelForCausalLM.from_pretrained(first.model).config._attn_implementation == "sdpa"
     assert AutoTokenizer.from_pretrained(first.model).chat_template == TOKENIZER.chat_template
 
@@ -179,11 +179,12 @@ def test_log_probs_of_another_model_stop_the_run(script, monkeypatch):
 # --- Order, held-out rows, learning rate
 
 def test_batches_are_permutations():
-    order, same_order, other_order = (rows_in_order(list(range(10)), 30, seed) for seed in (0, 0, 1))
-    assert order == same_order != other_order
+    rows = list(range(10))
+    order = rows_in_order(rows, 30, seed=0)
+    assert order == rows_in_order(rows, 30, seed=0) != rows_in_order(rows, 30, seed=1)
     epochs = order[:10], order[10:20], order[20:]
     assert epochs[0] != epochs[1]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(10))] * 3
+    assert [sorted(epoch) for epoch in epochs] == [rows] * 3
 
 
 def test_held_out_rows_are_few_and_do_not_depend_on_the_seed(monkeypatch):
@@ -295,7 +296,7 @@ def test_answers_that_differ_and_that_end_are_counted(tmp_path, monkeypatch, ans
 
 @parametrize("value", [{0: 1.0, 1: 2.0}, {1.0, 2.0}, "12", [1.0], [1.0] * 3], ids=str)
 def test_what_is_no_list_of_numbers_is_refused(tmp_path, value):
-    with bad_input("score.py:rate returned .*: expected 2 numbers or None"):
+    with bad_input("expected 2 numbers or None"):
         sampled(tmp_path, lambda **columns: value)
 
 
@@ -306,7 +307,7 @@ def test_each_whole_prompt_with_room_for_an_answer_gets_one(tmp_path, capsys):
     assert write_samples(load(), TOKENIZER, rows, None, 0, tmp_path, Args(max_new_tokens=251))
     assert len(read(tmp_path / "samples.jsonl")) == 1
     assert write_samples(load(), TOKENIZER, rows, None, 0, tmp_path, Args(max_new_tokens=252)) == {}
-    assert "no held-out prompt with room for 252 tokens" in capsys.readouterr().out
+    assert "with room for 252 tokens" in capsys.readouterr().out
 
 
 @EACH

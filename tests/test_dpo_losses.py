@@ -11,10 +11,11 @@ from dpo import Args, Batch, Row, compute_batch, metrics, preference_loss
 
 BETA, EPS, GAMMA, ETA = 0.2, 0.1, 0.6, 0.7
 ARGS = Args(beta=BETA, label_smoothing=EPS, simpo_gamma=GAMMA, rpo_eta=ETA)
-PAIRS = Batch(
-    logp_w=tensor([-20.0, -35.0]), logp_l=tensor([-24.0, -31.0]), ratio_w=tensor([2.0, -1.5]),
-    ratio_l=tensor([-1.0, 0.5]), len_w=tensor([8.0, 10.0]), len_l=tensor([6.0, 14.0]),
-    reward_w=tensor([3.0, 0.5]), reward_l=tensor([1.0, 2.0]))
+PAIRS = Batch(*tensor([
+    [-20.0, -35.0], [-24.0, -31.0],  # log-probs of w, and of l
+    [2.0, -1.5], [-1.0, 0.5],  # log-ratios
+    [8.0, 10.0], [6.0, 14.0],  # lengths
+    [3.0, 0.5], [1.0, 2.0]]))  # rewards
 
 
 def sg(x):
@@ -73,9 +74,10 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
 
 def test_metrics_by_hand():
     """A tie is judged on log-ratios, not on rewards: β may be large."""
-    pairs = Batch(*torch.ones(8, 3))._replace(
-        logp_w=tensor([-20.0, -35.0, -3.0]), logp_l=tensor([-24.0, -31.0, -4.0]), len_w=tensor([8.0, 10.0, 2.0]),
-        ratio_w=tensor([2.0, 1e-5, -0.06]), ratio_l=tensor([-1.0, 0.0, 0.0]))
+    pairs = Batch(*tensor([
+        [-20.0, -35.0, -3.0], [-24.0, -31.0, -4.0],
+        [2.0, 1e-5, -0.06], [-1.0, 0.0, 0.0],
+        [8.0, 10.0, 2.0], [1.0] * 3, [0.0] * 3, [0.0] * 3]))
     expected = {
         "rewards/chosen": [40, 2e-4, -1.2], "rewards/rejected": [-20, 0, 0], "rewards/margins": [60, 2e-4, -1.2],
         "rewards/accuracies": [1, 0.5, 0], "logps/chosen": [-20, -35, -3], "logps/rejected": [-24, -31, -4],
@@ -87,7 +89,7 @@ def test_metrics_by_hand():
 
 
 @parametrize("loss, margins, accuracies", [
-    (("simpo",), [0.2 * (2.0 / 8 - 1.9 / 4), 0.2 * (2.0 / 10 - 1.9 / 20)], [0.0, 1.0]),
+    (("simpo",), [-0.045, 0.021], [0.0, 1.0]),  # 0.2 (2 / 8 - 1.9 / 4), and 0.2 (2 / 10 - 1.9 / 20)
     (("simpo", "sft"), [0.02, 0.02], [1.0, 1.0])])
 def test_simpo_alone_has_rewards_per_token(loss, margins, accuracies):
     pairs = PAIRS._replace(ratio_w=tensor([2.0, 2.0]), ratio_l=tensor([1.9, 1.9]), len_l=tensor([4.0, 20.0]))

@@ -56,7 +56,7 @@ def test_others_answer_other_prompts(n_prompts):
 
 
 def test_one_prompt_alone_is_refused():
-    rows = [make_row((9,), (5,)), make_row((9,), (6,))]
+    rows = [make_row((9,), (5,))] * 2
     with bad_input("all rows have one prompt"):
         draw_others(rows, rows, Args())
 
