@@ -26,10 +26,10 @@ def test_loss_and_gradient_by_hand(name, formula):
 
 
 def test_metrics_by_hand():
-    batch = Batch(logp=tensor([-9.0, -8.0, -7.0]), ratio=tensor([2.0, 1.0, 0.0]), length=tensor([4.0, 4.0, 4.0]),
+    batch = Batch(logp=tensor([-9.0, -8.0, -7.0]), ratio=tensor([-2.0, 1.0, 0.0]), length=tensor([4.0, 4.0, 4.0]),
                   is_desirable=tensor([True, False, False]))
     expected = {
-        "rewards/accuracies": [1.0, 0.0, 0.5], "rewards/chosen": [0.2], "rewards/rejected": [0.1, 0.0],
+        "rewards/accuracies": [0.0, 0.0, 0.5], "rewards/chosen": [-0.2], "rewards/rejected": [0.1, 0.0],
         "logps/chosen": [-9.0], "logps/rejected": [-8.0, -7.0], "logratio": [0.5, 0.25, 0.0], "nll/chosen": [2.25]}
     values = metrics(batch, Args(beta=0.1))
     assert values.keys() == expected.keys()
