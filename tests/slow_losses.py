@@ -49,29 +49,26 @@ def all_losses(w, l, ref_w, ref_l, *_):
     return sum((n + 1) * loss(reward_w, reward_l) for n, loss in enumerate(LOSSES.values()))
 
 
-def assistant_turns(w, l, ref_w, ref_l, row, *_):
+def assistant_turns(w, l, ref_w, ref_l, row):
     """sigmoid_norm on an assistant's tokens: the demo's template writes <|assistant|>..<|end|>."""
     means = []
-    for y, ref, tokens in ((w, ref_w, row.chosen), (l, ref_l, row.rejected)):
-        is_assistant, ratios = True, []  # the prompt ends with <|assistant|>
-        for t, token in enumerate(TOKENIZER.convert_ids_to_tokens(tokens)):
+    for ratios, tokens in ((w - ref_w, row.chosen), (l - ref_l, row.rejected)):
+        is_assistant, trained = True, []  # the prompt ends with <|assistant|>
+        for token, ratio in zip(TOKENIZER.convert_ids_to_tokens(tokens), ratios):
             if is_assistant:
-                ratios.append(y[t] - ref[t])
+                trained.append(ratio)
             if token in ("<|end|>", "<|assistant|>"):
                 is_assistant = token == "<|assistant|>"
-        means.append(sum(ratios) / len(ratios))
+        means.append(sum(trained) / len(trained))
     return dpo_loss(0.3 * (means[0] - means[1]))
-
-
-def logps_of(model, rows):
-    """(w, l) of every pair."""
-    both = iter(logps(model, [(row.prompt, y) for row in rows for y in (row.chosen, row.rejected)]))
-    return list(zip(both, both))
 
 
 def of_pairs(formula, reference):
     """The mean over pairs."""
     def slow_loss(policy, rows, *_):
-        pairs = zip(logps_of(policy, rows), logps_of(reference, rows), rows)
-        return sum(formula(*mine, *theirs, row) for mine, theirs, row in pairs) / len(rows)
+        total = 0
+        for row in rows:
+            answers = [(row.prompt, row.chosen), (row.prompt, row.rejected)]
+            total += formula(*logps(policy, answers), *logps(reference, answers), row)
+        return total / len(rows)
     return slow_loss

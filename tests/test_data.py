@@ -2,8 +2,6 @@
 
 What is the same text in every script (tests/test_scripts.py) is tested through dpo.py.
 """
-import csv
-import io
 import json
 import re
 import sys
@@ -13,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from models import bad_input, build, parametrize
-from runs import ROOT, SCRIPTS, TINY, TOKENIZER, save, tiny
+from runs import EACH, ROOT, SCRIPTS, TINY, TOKENIZER, data, read, save, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
@@ -23,13 +21,14 @@ import rloo
 from demo import prepare_chat
 
 END = "<|end|>"
-with open(ROOT / "demo/pairs.jsonl") as lines:
-    CHATS = [json.loads(next(lines)) for _ in range(12)]
+CHATS = read(data("dpo")[0])
 PROMPT, CHOSEN, REJECTED = (CHATS[0][name] for name in ("prompt", "chosen", "rejected"))
 TEXT = dict(prompt="The tea", chosen=" was warm.", rejected=" was bad.")
 RATED = dict(prompt="The tea", completion=" was warm.", label=True)
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" \
         "{% if add_generation_prompt %}<assistant>{% endif %}"
+CALLS = "{% if tools %}{{ tools | tojson }}{% endif %}{{ loud }}" + PLAIN.replace(
+    "{{ m.content", "{% if 'tool_calls' in m %}{{ m.tool_calls | tojson }}{% endif %}{{ m.content")
 
 
 @pytest.fixture
@@ -55,8 +54,8 @@ def said(text, role="assistant"):
 BRIEF = said("Be brief.", "system")
 
 
-def chat(prompt="q", chosen="a", rejected="b", system=()):
-    return dict(prompt=[*system, *said(prompt, "user")], chosen=said(chosen), rejected=said(rejected))
+def chat(prompt="q", chosen="a", rejected="b"):
+    return dict(prompt=said(prompt, "user"), chosen=said(chosen), rejected=said(rejected))
 
 
 def byte_level(front=(), back=(), **options):
@@ -74,31 +73,21 @@ def byte_level(front=(), back=(), **options):
 
 # --- Rendering
 
-def test_strings_end_with_one_eos_token(load):
-    first, second = load([TEXT, dict(TEXT, chosen=TEXT["chosen"] + END)])
-    assert decode(first) == ["The tea", " was warm." + END, " was bad." + END]
-    assert first[:3] == second[:3]
-    assert load([TEXT], script=rloo)[0].prompt == first.prompt
-    assert load([dict(TEXT, chosen='{"content": 1}')])  # JSON is text, too
-
-
 def test_prompts_of_chats_may_stand_in_the_answers_too_or_only_there(load):
-    expected = load(CHATS[:1])[0][:3]
-    for prompt, before in product((PROMPT, PROMPT[0]["content"], None), ([], PROMPT)):
-        if prompt or before:
-            row, = load([dict(prompt=prompt, chosen=before + CHOSEN, rejected=before + REJECTED)])
-            assert row[:3] == expected
-        if prompt:
-            row, = load([dict(prompt=prompt, completion=before + CHOSEN, label=True)], script=kto)
-            assert row[:2] == expected[:2]
+    question = PROMPT[0]["content"]
+    for script, answers in (
+            (dpo, dict(chosen=CHOSEN, rejected=REJECTED)), (kto, dict(completion=CHOSEN, label=True)),
+            (kto, dict(completion=PROMPT + CHOSEN, label=True))):
+        one, two = load([answers | dict(prompt=prompt) for prompt in (PROMPT, question)], script=script)
+        assert one == two and TOKENIZER.decode(one.prompt).count(question) == 1
+
     tokenizer = byte_level(chat_template=PLAIN)
-    for before in (BRIEF + PROMPT, PROMPT + said("Yes.") + said("And?", "user")):
+    for before, script in product((BRIEF + PROMPT, PROMPT + said("Yes.") + said("And?", "user")), (dpo, kto)):
+        expected = load([dict(prompt=before, chosen=CHOSEN, rejected=REJECTED)], tokenizer, script)
         pair = dict(chosen=before + CHOSEN, rejected=before + REJECTED)
-        for script in (dpo, kto):  # the string may be any question of what both begin with
-            expected = load([pair], tokenizer, script)
-            assert load([pair | dict(prompt=PROMPT[0]["content"])], tokenizer, script) == expected
-    with bad_input("row 1: strings and messages are mixed"):
-        load([dict(prompt=PROMPT, chosen=CHOSEN[0]["content"], rejected=REJECTED)])
+        for prompt in (before, None, question):  # a string may be any question of what both begin with
+            assert load([pair | dict(prompt=prompt)], tokenizer, script) == expected
+        assert load([pair], tokenizer, script) == expected
 
 
 def test_prompt_with_a_begun_answer_is_continued_by_rloo(load):
@@ -109,68 +98,48 @@ def test_prompt_with_a_begun_answer_is_continued_by_rloo(load):
 
 def test_flags_and_columns_reach_the_template(load):
     tokenizer = byte_level(chat_template="{{ tools }}{{ loud }}" + PLAIN)
-    row = chat() | dict(tools=[{}], chat_template_kwargs=dict(loud="LOUD"))
-    assert decode(load([row], tokenizer)[0], tokenizer) == ["[{}]LOUD<user>q<assistant>", "a", "b"]
-    assert decode(load([chat()], tokenizer, chat_template_kwargs=dict(loud=7))[0], tokenizer)[0].startswith("None7<")
-    for tools in ([], "[]"):  # are none
-        assert load([chat() | dict(tools=tools)], tokenizer) == load([chat()], tokenizer)
+    for columns, begin in (
+            (dict(tools=[{}], chat_template_kwargs=dict(loud="LOUD")), "[{}]LOUD"),
+            (dict(tools=[]), "None7"), (dict(tools="[]"), "None7"), ({}, "None7")):
+        row, = load([chat() | columns], tokenizer, chat_template_kwargs=dict(loud=7))
+        assert decode(row, tokenizer) == [f"{begin}<user>q<assistant>", "a", "b"]
 
 
-def in_parts(text):
-    return [dict(type="text", text=part, image=None) for part in text]
-
-
-@parametrize("script", SCRIPTS)
-def test_parts_of_text_are_joined_and_other_parts_refused(load, script):
-    def row(content):
-        return chat(content) | dict(completion=said("a"), label=True)
-
-    rows = load([row("Hot?"), row(in_parts("Hot?"))], script=SCRIPTS[script])
-    assert rows[0].prompt == rows[1].prompt
-    for part in (dict(type="image"), dict(type="image", text=None, image="a.png")):
-        with bad_input("row 1: prompt has .*: expected only parts of type text"):
-            load([row([part])], script=SCRIPTS[script])
-
-
-CALLS = "{% if tools %}{{ tools | tojson }}{% endif %}{{ loud }}{% for m in messages %}<{{ m.role }}>" \
-        "{% if 'tool_calls' in m %}{{ m.tool_calls | tojson }}{% endif %}{{ m.content }}{% endfor %}" \
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
+def test_parts_of_text_are_joined(load):
+    parts = [dict(type="text", text=text, image=None) for text in ("Ho", "t?")]
+    assert load([chat(parts)]) == load([chat("Hot?")])
 
 
 def calling(schema, arguments, options):
-    function = dict(name="f", arguments=arguments)
-    row = chat() | dict(tools=[dict(type="function", function=dict(name="f", parameters=schema))])
-    row["chosen"] = [dict(role="assistant", content="a", tool_calls=[dict(type="function", function=function)])]
-    return row | options
+    answer = dict(role="assistant", content="a", tool_calls=[dict(name="f", arguments=arguments)])
+    return chat() | dict(chosen=[answer], tools=[dict(name="f", parameters=schema)], chat_template_kwargs=options)
 
 
-TOOLS = [calling(dict(port=dict(enum=["Brest", None])), dict(port="Brest"), dict(chat_template_kwargs=None)),
-         calling(dict(width=dict(type="int")), dict(width="1\n\"m\""), dict(chat_template_kwargs=dict(loud="LOUD")))]
+TOOLS = [calling(dict(port=dict(enum=["Brest", None])), dict(port="Brest"), None),
+         calling(dict(width=dict(type="int")), dict(width="1\n\"m\""), dict(loud="LOUD"))]
 
 
 def test_nulls_are_no_values_at_any_depth(load):
     """But an item of a list is one, such as null in an enum."""
     tokenizer = byte_level(chat_template=CALLS)
-    filled = json.loads(json.dumps(TOOLS[0]))
-    filled |= dict(id=None, chat_template_kwargs=dict(loud=None))
-    filled["tools"][0]["function"] |= dict(strict=None)
-    filled["tools"][0]["function"]["parameters"] |= dict(width=None)
-    filled["chosen"][0]["tool_calls"][0]["function"]["arguments"] |= dict(width=None)
-    filled["prompt"][0] |= dict(tool_calls=None)
-    sources = [TOOLS[0], filled, TOOLS[0] | dict(prompt=[TOOLS[0]["prompt"][0] | dict(tool_calls=[])])]
-    for tools in (json.dumps(TOOLS[0]["tools"]), list(map(json.dumps, TOOLS[0]["tools"]))):
-        sources.append(TOOLS[0] | dict(tools=tools))
-    first, *others = [load([row], tokenizer, chat_template_kwargs=dict(loud="!"))[0] for row in sources]
-    assert others == [first] * 4
+    row, (tool,), (question,) = TOOLS[0], TOOLS[0]["tools"], TOOLS[0]["prompt"]
+    first, *others = load([
+        row,
+        row | dict(tools=[tool | dict(strict=None)], chat_template_kwargs=dict(loud=None)),
+        row | dict(prompt=[question | dict(tool_calls=None)]),
+        row | dict(prompt=[question | dict(tool_calls=[])]),
+        row | dict(tools=json.dumps([tool])),
+        row | dict(tools=[json.dumps(tool)])], tokenizer, chat_template_kwargs=dict(loud="!"))
+    assert others == [first] * 5
     prompt, chosen, _ = decode(first, tokenizer)
     assert '"enum": ["Brest", null]' in prompt and "]!<user>" in prompt and '{"port": "Brest"}' in chosen
 
 
-@parametrize("script", SCRIPTS)
+@parametrize("script", [dpo, rloo])
 def test_strings_beside_a_template_are_reported(load, capsys, script):
     for row, tokenizer, is_reported in (
             (TEXT, TOKENIZER, True), (TEXT, byte_level(), False), (CHATS[0], TOKENIZER, False)):
-        load([row], tokenizer, SCRIPTS[script])
+        load([row], tokenizer, script)
         assert ("; 1 strings, without the chat template" in capsys.readouterr().out) == is_reported
 
 
@@ -178,7 +147,7 @@ def test_strings_beside_a_template_are_reported(load, capsys, script):
 
 @parametrize("ends", [("s warm.", "s bad."), ("s warm.", ", bad."), (", warm.", "s bad.")])
 def test_token_across_the_boundary_moves_to_both_answers_and_is_counted(load, capsys, ends):
-    """Also if it spans the end of the prompt in one of them: a pair has one prompt."""
+    """Also if it spans the prompt's end in one of them."""
     row, = load([dict(prompt="The tea wa", chosen=ends[0], rejected=ends[1])])
     assert row.prompt == tuple(TOKENIZER("The tea").input_ids)
     for answer, end in zip((row.chosen, row.rejected), ends):
@@ -186,60 +155,42 @@ def test_token_across_the_boundary_moves_to_both_answers_and_is_counted(load, ca
     assert "; 1 whose prompt ends early" in capsys.readouterr().out
 
 
-CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
-         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-LLAMA3 = "{{ bos_token }}" + CHATML.replace("m.content", "m.content | trim").replace("im_end", "eot_id")
-NOTHING = "<think>\n\n</think>\n\n"
-QWEN3 = CHATML.replace("{{ m.content", f"{{{{ '{NOTHING}' if m.role == 'assistant' and loop.last }}}}{{{{ m.content")
-R1 = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}" \
-     "{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% else %}{{ m.content }}{% endif %}{% endfor %}" \
-     "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
-SHAPES = [  # template, what it makes of an answer, and of spaces around it, whether the prompt reads differently
-    (LLAMA3, "{}<|eot_id|>\n", "Warm.", False), (QWEN3, NOTHING + "{}<|im_end|>\n", " Warm. ", False),
-    (R1, "{}</s>", " Warm. ", True)]
+R1 = "{{ bos_token }}" + PLAIN.replace("m.content", "m.content.split('</think>')[-1]").replace(
+    "<assistant>", "<assistant><think>")
 
 
-@parametrize("template, trained, spaced, differs", SHAPES)
-def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, template, trained, spaced, differs):
-    """What differs belongs to the answers, as in TRL."""
+@parametrize("template, differs", [(PLAIN, False), (R1, True)])  # from the prompt alone where an answer follows
+def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, template, differs):
     tokenizer = byte_level(["<s>"], chat_template=template)
     prompt = BRIEF + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
-    pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt, s also in </s>
-    rows = load([pair, pair | dict(chosen=said(" Warm. "))], tokenizer)
-    assert ("; 2 whose prompt ends early" in capsys.readouterr().out) == differs
+    pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt
+    row, = load([pair], tokenizer)
+    assert ("; 1 whose prompt ends early" in capsys.readouterr().out) == differs
+    assert decode(row, tokenizer)[1:] == ["Warm.", "s"]
 
     sampled, = load([pair], tokenizer, rloo)
-    assert {row.whole_prompt for row in rows} == {sampled.prompt}
+    assert row.whole_prompt == sampled.prompt and sampled.prompt[:len(row.prompt)] == row.prompt
+    assert (row.prompt == sampled.prompt) != differs
     text = tokenizer.decode(sampled.prompt)
     assert text.count("Be brief.") == 1 and text.count("<s>") == template.count("bos_token")
-    for row, answer in zip(rows, ("Warm.", spaced), strict=True):
-        assert decode(row, tokenizer)[1:] == [trained.format(answer), trained.format("s")]
-        assert (row.prompt == sampled.prompt) != differs and sampled.prompt[:len(row.prompt)] == row.prompt
 
 
 @parametrize("template, row, lost", [
-    (PLAIN, chat(), False),
-    (CHATML, chat(" q ", "a\n", 'a "b"'), False),
+    (PLAIN.replace("m.content", "m.content | trim"), chat(" q ", "a\n"), False),
     (CALLS, TOOLS[1], False),
     (PLAIN, TOOLS[1], True),
-    (PLAIN, chat() | dict(chosen=[said("a")[0] | dict(reasoning_content="Hm.")]), True),
     (R1, chat(chosen="<think>Hm.</think>a"), True),
-    (CHATML.replace("messages", "messages if m.role != 'human'"), chat() | dict(prompt=said("Q?", "human")), True)])
+    (PLAIN.replace("messages", "messages if m.role != 'human'"), chat() | dict(prompt=said("Q?", "human")), True)])
 def test_text_that_the_template_drops_is_counted(load, capsys, template, row, lost):
     load([row, row], byte_level(chat_template=template))
     assert ("2 with text that the template drops" in capsys.readouterr().out) == lost
 
 
-@parametrize("script", [dpo, kto])
-def test_rows_whose_question_would_be_trained_are_dropped(load, capsys, script):
-    """As Mistral's, this template writes the system message before the last message, if a user wrote that."""
-    template = "{% for m in messages if m.role != 'system' %}" \
-               "{% if loop.last and m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content }}" \
-               "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}" \
-               "{% if add_generation_prompt %}<assistant>{% endif %}"
-    tokenizer = byte_level(chat_template=template)
-    rows = load([chat(), chat(), chat(system=BRIEF)], tokenizer, script)
-    assert rows == load([chat(), chat()], tokenizer, script)
+def test_rows_whose_question_would_be_trained_are_dropped(load, capsys):
+    """As Mistral's template may, this one writes a system message differently where an answer follows."""
+    tokenizer = byte_level(chat_template="{{ messages | length if messages[0].role == 'system' }}" + PLAIN)
+    rows = load([chat(), chat(), chat() | dict(prompt=BRIEF + said("q", "user"))], tokenizer)
+    assert rows == load([chat(), chat()], tokenizer)
     assert "; 1 dropped: the template writes another prompt" in capsys.readouterr().out
 
 
@@ -247,7 +198,7 @@ def test_rows_whose_question_would_be_trained_are_dropped(load, capsys, script):
     ("", byte_level(back=["</s>"])), ("<s><en>", byte_level(["<s>", "<en>"], ["</s>"])), ("", ByT5Tokenizer())])
 def test_text_gets_one_bos_and_one_eos(load, beginning, tokenizer):
     prompt = beginning + "The tea"
-    for row in (TEXT, dict(TEXT, prompt=prompt)):
+    for row in (TEXT, dict(TEXT, prompt=prompt), dict(TEXT, chosen=" was warm.</s>")):
         assert decode(load([row], tokenizer)[0], tokenizer) == [prompt, " was warm.</s>", " was bad.</s>"]
         assert tokenizer.decode(load([row], tokenizer, rloo)[0].prompt) == prompt
 
@@ -256,40 +207,42 @@ def test_rows_are_divided_by_whole_prompts(load, tmp_path):
     """A prompt's last token may merge with one answer alone."""
     rows = [dict(prompt=f"The tea {i} wa", chosen=f"{end} warm {i}.", rejected=f"{end} bad {i}.")
             for i in range(40) for end in ("s", ",")]
-    loaded = load(rows, script=kto)
-    assert len({row.prompt for row in loaded}) == 80
-    train_rows, held_out = kto.load_data(TOKENIZER, kto.Args(model=tiny(), data=f"{tmp_path}/rows.jsonl"))
-    train_prompts, held_out_prompts = ({row.whole_prompt for row in some} for some in (train_rows, held_out))
-    assert len(held_out_prompts) == 4 and len(train_prompts) == 36 and not train_prompts & held_out_prompts
-    for row in kto.draw_others(loaded, loaded, kto.Args()):
-        assert {source.whole_prompt for source in loaded if source.completion == row.other} != {row.whole_prompt}
+    assert len({row.prompt for row in load(rows, script=kto)}) == 80
+    parts = kto.load_data(TOKENIZER, kto.Args(model=tiny(), data=f"{tmp_path}/rows.jsonl"))
+    train_prompts, held_out_prompts = ({row.whole_prompt for row in part} for part in parts)
+    assert len(held_out_prompts) == 4 and not train_prompts & held_out_prompts
+    assert [len(part) for part in parts] == [144, 16]
 
 
 # --- Rows that are left out
 
 @parametrize("script, answers", [(dpo, ("chosen", "rejected")), (kto, ("completion",)), (rloo, ())])
 def test_long_rows_are_dropped_and_counted(load, capsys, script, answers):
-    rows = [dict(RATED if script is kto else TEXT, prompt=" tea" * n) for n in (*range(1, 20), 500)]
-    last = load(rows[:-1], script=script)[-1]
+    rows = [dict(RATED if script is kto else TEXT, prompt=" tea" * n) for n in (1, 2, 3, 500)]
+    last = load(rows[:3], script=script)[-1]
     limit = len(last.prompt) + max((len(getattr(last, name)) for name in answers), default=0)
-    capsys.readouterr()
-    assert len(load(rows, script=script, max_length=limit)) == 19
-    assert re.search(rf"19 (answers )?of 20 rows.*1 dropped: longer than {limit} tokens", capsys.readouterr().out)
-    assert len(load(rows, script=script, max_length=limit - 1)) == 18
+    assert len(load(rows, script=script, max_length=limit)) == 3
+    assert re.search(rf"3 (answers )?of 4 rows.*1 dropped: longer than {limit}", capsys.readouterr().out)
+    assert len(load(rows, script=script, max_length=limit - 1)) == 2
 
 
-@parametrize("good, bad, script, words", [
-    (TEXT, dict(prompt=""), dpo, "an empty"), (TEXT, dict(chosen=" \n"), dpo, "an empty"),
-    (TEXT, dict(rejected=None), dpo, "an empty"), (CHATS[0], dict(chosen=None), dpo, "an empty"),
-    (CHATS[0], dict(rejected=said(" ")), dpo, "an empty"), (CHATS[0], dict(prompt=None), dpo, "an empty"),
-    (TEXT, dict(chosen=TEXT["rejected"] + END), dpo, "equal answers"), (CHATS[0], dict(chosen=REJECTED), kto, "equal"),
-    (RATED, dict(completion=None), kto, "an empty"), (RATED, dict(prompt=None), rloo, "an empty")])
-def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, good, bad, script, words):
+@parametrize("script, good, bad, words", [
+    (dpo, TEXT, dict(prompt=""), "an empty"),
+    (dpo, TEXT, dict(chosen=" \n"), "an empty"),
+    (dpo, TEXT, dict(rejected=None), "an empty"),
+    (dpo, TEXT, dict(chosen=TEXT["rejected"] + END), "equal"),
+    (dpo, CHATS[0], dict(chosen=None), "an empty"),
+    (dpo, CHATS[0], dict(rejected=said(" ")), "an empty"),
+    (dpo, CHATS[0], dict(prompt=None), "an empty"),
+    (kto, CHATS[0], dict(chosen=REJECTED), "equal"),
+    (kto, RATED, dict(completion=None), "an empty"),
+    (rloo, RATED, dict(prompt=None), "an empty")])
+def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, script, good, bad, words):
     bad = good | bad
     n_rows = len(load([good, bad, good, bad], script=script))
     assert n_rows == len(load([good, good], script=script))
     assert re.search(f"of 4 rows;.* 2 dropped: {words}", capsys.readouterr().out)
-    with bad_input("rows.jsonl: too few rows"):
+    with bad_input("too few rows"):
         load([good, bad, bad, bad, bad, bad], script=script)
 
 
@@ -297,27 +250,25 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, good, bad
 
 @parametrize("script, bad, words", [
     ("dpo", dict(question="q", good="a"), "has no column 'chosen': it has question, good"),
-    ("kto", dict(prompt="q", completion="a"), "label is None: expected true, false, 1 or 0"),
+    ("kto", dict(prompt="q", completion="a"), "label is None: expected true, false"),
     ("rloo", dict(question="q"), "has no column 'prompt': it has question"),
-    ("dpo", dict(chosen=" a b", rejected=" a c"), "strings need a column 'prompt'.*prepare_chat.py --strings"),
-    ("kto", dict(completion=said("a"), label=1), "has no column 'prompt'.*prepare_chat.py"),
-    ("dpo", dict(TEXT, chosen=5), "chosen is 5: expected a string, or a list of messages with a role"),
-    ("dpo", dict(TEXT, chosen=[{"from": "gpt"}]), "chosen is .{'from': 'gpt'}.: expected a string, or a list"),
-    ("kto", dict(RATED, label="yes"), "label is 'yes': expected true, false, 1 or 0"),
+    ("dpo", dict(chosen=" a b", rejected=" a c"), "strings need a column 'prompt'"),
+    ("kto", dict(completion=said("a"), label=1), "has no column 'prompt'"),
+    ("dpo", dict(TEXT, chosen=5), "chosen is 5: expected a string, or a list"),
+    ("dpo", dict(TEXT, chosen=[{"from": "gpt"}]), "chosen is .*: expected a string, or a list"),
+    ("dpo", chat([dict(type="image", image="a.png")]), "prompt has .*: expected only parts of type text"),
+    ("dpo", dict(TEXT, chosen=CHOSEN), "strings and messages are mixed"),
+    ("dpo", dict(chat(), chosen=said("x", "user") + said("a")), ".*user or system message"),
+    ("dpo", dict(chat(), rejected=said("a") + said("x", "system")), ".*user or system message"),
     ("rloo", '{"prompt": ', "Expecting value")])
-def test_unreadable_rows_are_refused_by_number_in_a_short_sentence(load, script, bad, words):
-    good = TEXT | RATED
-    if script == "kto":
-        good = RATED
-    with bad_input(f"rows.jsonl, row 2: {words}") as error:
+def test_unreadable_rows_are_refused_by_number(load, script, bad, words):
+    good = RATED if script == "kto" else TEXT
+    with bad_input(f"rows.jsonl, row 2: {words}"):
         load([good, "", bad, good, good], script=SCRIPTS[script])
-    assert len(str(error.value)) < 300
 
 
-def test_what_the_tokenizer_lacks_is_named(load):
-    with bad_input("row 1: .*chat_template is not set"):
-        load(CHATS, byte_level())
-    with bad_input("row 1: strings need an EOS token"):
+def test_strings_need_an_eos_token(load):
+    with bad_input("row 1: strings need an EOS"):
         load([TEXT], byte_level(eos_token=None))
 
 
@@ -325,21 +276,13 @@ def test_rewards_of_the_data_are_read_for_rpo_only(load):
     rated = TEXT | dict(chosen_reward=2, rejected_reward=-0.5)
     assert load([rated])[0].rewards == (0.0, 0.0)
     assert load([rated], loss=("sft", "rpo_sq"))[0].rewards == (2.0, -0.5)
-    with bad_input("needs numbers in chosen_reward and rejected_reward"):
+    with bad_input("needs numbers in"):
         load([rated, TEXT | dict(chosen_reward=1)], loss=("rpo_sq",))
 
 
-def test_answers_of_another_role_are_refused(load):
-    for other in (said("x", "user"), said("x", "system")):
-        for answer in (other + said("a"), said("a") + other):
-            with bad_input("jsonl, row 2: .*user or system"):
-                load([chat(), dict(chat(), chosen=answer)])
-
-
 def test_labels(load):
-    row = dict(prompt="The tea", completion=" was warm.")
     labels = [True, 1, 1.0, "1", "true", "True", False, 0, 0.0, "0", "false", "False"]
-    rows = load([dict(row, label=label) for label in labels], script=kto)
+    rows = load([RATED | dict(label=label) for label in labels], script=kto)
     assert [row.is_desirable for row in rows] == [True] * 6 + [False] * 6
 
 
@@ -358,56 +301,48 @@ ROWS = [dict(prompt=f"The tea,\u2028{n}", chosen=' was "warm",\r\nvery.', reject
         for n in range(3)]
 
 
-def content_of(name, rows):
-    if name.endswith(".csv"):
-        file = io.StringIO(newline="")
-        csv.writer(file).writerows([rows[0], *map(dict.values, rows)])
-        return file.getvalue().encode()
-    if name.endswith(".parquet"):
-        arrow, parquet, file = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet"), io.BytesIO()
-        parquet.write_table(arrow.Table.from_pylist(rows), file)
-        return file.getvalue()
-    if name.endswith(".json"):
-        return json.dumps(rows).encode()
-    # A byte order mark, empty lines, and in the rows a character that str.splitlines takes for the end of a line.
-    return b"\xef\xbb\xbf" + "\r\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()
-
-
 @parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
 def test_every_format_gives_the_same_rows(load, tmp_path, monkeypatch, name):
+    def write(rows):
+        if name == "a.jsonl":  # with a byte order mark, empty lines, and what str.splitlines takes for an end
+            lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+            path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(lines).encode())
+        elif name == "a.json":
+            path.write_text(json.dumps(rows))
+        else:
+            table = datasets.Dataset.from_list(rows)
+            table.to_csv(path) if name == "a.csv" else table.to_parquet(path)
+
     if name != "a.jsonl":
         datasets = pytest.importorskip("datasets")
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-        datasets.disable_progress_bars()
     tokenizer = byte_level(chat_template=CALLS)
-    for i, rows in enumerate((ROWS, *[CHATS, TOOLS] * ("csv" not in name))):
+    for i, rows in enumerate([ROWS] if name == "a.csv" else [ROWS, CHATS, TOOLS]):
         path = tmp_path / f"{i}{name}"
-        path.write_bytes(content_of(name, rows))
+        write(rows)
         loaded = load(path, tokenizer, score="FILE:FUNCTION")
         assert [row[:3] for row in loaded] == [row[:3] for row in load(rows, tokenizer)]
         assert rows is TOOLS or [row.columns for row in loaded] == rows
 
 
-def test_hub_data_is_loaded_by_name_configuration_and_split(load, monkeypatch):
+def test_hub_data_is_loaded_by_name_configuration_and_split(monkeypatch):
     asked = []
     hub = SimpleNamespace(load_dataset=lambda *names, split: asked.append((*names, split)) or CHATS)
     monkeypatch.setitem(sys.modules, "datasets", hub)
     for source in ("some/data", "some/data:train[5:9]", "some/data:en:test"):
-        assert len(load(Path(source))) == len(CHATS)
+        assert dpo.read_rows(source) is CHATS
     assert asked == [("some/data", "train"), ("some/data", "train[5:9]"), ("some/data", "en", "test")]
 
 
 def test_prompts_of_rloo_have_the_columns_of_all_rows(load):
-    """Else a batch without one would end the run."""
     rows = [dict(prompt="The tea"), dict(prompt="The soup", answer=[4])]
     assert [row.columns for row in load(rows, script=rloo)] == [rows[0] | dict(answer=None), rows[1]]
 
 
-def test_ids_are_shared_objects_and_columns_are_kept_only_for_score(load):
+def test_ids_are_shared_objects_and_columns_are_not_kept(load):
     first, second = load(CHATS[:2])
     numbers = {id(number): number for row in (first, second) for ids in row[:3] for number in ids}
     assert len(numbers) == len(set(numbers.values())) and first.columns == {}
-    assert load(CHATS[:1], score="FILE:FUNCTION")[0].columns["chosen"] == CHOSEN
 
 
 def test_rows_keep_their_order_over_several_batches(load):
@@ -418,54 +353,41 @@ def test_rows_keep_their_order_over_several_batches(load):
     assert decode(load(rows)[-1])[1] == rows[-1]["chosen"] + END
 
 
-@parametrize("has_prompt", [True, False])
-def test_prepare_chat_divides_dialogues_into_strings(load, tmp_path, has_prompt):
+def test_prepare_chat_divides_dialogues_into_strings(load, tmp_path):
     begin = "\n\nHuman: Hot?\n\nAssistant: Yes.\n\nHuman: Good?\n\nAssistant:"
     pair = dict(chosen=" Only warm.", rejected=" Oh.")
-    row = dict(prompt=begin, **pair) if has_prompt else {name: begin + text for name, text in pair.items()}
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(row).encode() + b"\n")
-    prepare_chat.main(f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl", change=prepare_chat.divide)
-    assert decode(load(tmp_path / "b.jsonl")[0]) == [begin, pair["chosen"] + END, pair["rejected"] + END]
-    prepare_chat.main(f"{tmp_path}/a.jsonl", f"{tmp_path}/c.jsonl")
-    assert json.loads((tmp_path / "c.jsonl").read_text())["chosen"] == said("Only warm.")
+    rows = [pair | dict(prompt=begin), {name: begin + text for name, text in pair.items()}]
+    source, strings, messages = (f"{tmp_path}/{name}.jsonl" for name in ("source", "strings", "messages"))
+    Path(source).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8-sig")
+    prepare_chat.main(source, strings, change=prepare_chat.divide)
+    assert [decode(row) for row in load(strings)] == [[begin, pair["chosen"] + END, pair["rejected"] + END]] * 2
+    prepare_chat.main(source, messages)
+    assert [row["chosen"] for row in read(messages)] == [said("Only warm.")] * 2
 
 
 # --- Held-out rows, and paths
 
-@parametrize("script", SCRIPTS)
-def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, capsys, script):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, CHATS)))
-    args = SCRIPTS[script].Args(model=tiny(), data=f"{path}", eval_data=f"{path}")
-    SCRIPTS[script].load_data(TOKENIZER, args)
-    n = 24 if script == "kto" else 12
-    assert f"{n} held out ({n} with a prompt of the former)" in capsys.readouterr().out
-    args.eval_data = None
-    SCRIPTS[script].load_data(TOKENIZER, args)
-    assert "(0 with a prompt of the former)" in capsys.readouterr().out
+@EACH
+def test_held_out_prompts_that_are_trained_on_are_counted(capsys, script):
+    path = data("dpo")[0]
+    for eval_data, words in ((path, r"(\d+) held out \(\1 with"), (None, r"held out \(0 with")):
+        args = SCRIPTS[script].Args(model=tiny(), data=path, eval_data=eval_data)
+        SCRIPTS[script].load_data(TOKENIZER, args)
+        assert re.search(words, capsys.readouterr().out)
 
 
-@parametrize("script", [dpo, kto, rloo])
-def test_tokens_that_the_model_lacks_are_refused(tmp_path, script):
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, CHATS)))
+@EACH
+def test_tokens_that_the_model_lacks_are_refused(script):
     folder = save(build("llama", TINY | dict(vocab_size=300)), "few_tokens")
-    with bad_input("few_tokens has no embedding for token"):
-        script.load_data(TOKENIZER, script.Args(model=folder, data=f"{tmp_path}/rows.jsonl"))
+    with bad_input("no embedding for token"):
+        SCRIPTS[script].load_data(TOKENIZER, SCRIPTS[script].Args(model=folder, data=data("dpo")[0]))
 
 
-@parametrize("script", SCRIPTS)
-def test_a_path_to_nothing_is_refused_at_once(tmp_path, monkeypatch, script):
-    find_path = SCRIPTS[script].find_path
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "a.jsonl").touch()
-    for name in ("a.jsonl", "./a.jsonl", "~/a.jsonl", f"{tmp_path}/a.jsonl"):
-        assert find_path(name) == f"{tmp_path}/a.jsonl"
-    for name in ("Qwen/Qwen2.5-0.5B", "some/data:en:test", "some/data:train[5:9]", "gpt2"):
-        assert find_path(name) == name
-    for name in ("/no/model", "./model", "../model", "~/model", "rows.json"):
+def test_a_path_to_nothing_is_refused_at_once():
+    for name in ("Qwen/Qwen2.5-0.5B", "some/data:train[5:9]", "gpt2"):
+        assert dpo.find_path(name) == name
+    for name in ("/no/model", "./model", "~/model", "rows.json"):
         with bad_input(f"{name} does not exist"):
-            find_path(name)
-    (tmp_path / "a.jsonl.gz").touch()
-    with bad_input("a.jsonl.gz: expected a file that ends with .jsonl, .json, .csv, .parquet"):
-        list(SCRIPTS[script].read_rows("a.jsonl.gz"))
+            dpo.find_path(name)
+    with bad_input("expected a file that ends with .jsonl, .json"):
+        dpo.read_rows(f"{ROOT}/pyproject.toml")

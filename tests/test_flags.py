@@ -1,34 +1,37 @@
-"""What flags may say, what they are when they are not given, and what a user's own functions may return."""
+"""Flags, a user's own functions, Weights & Biases, and the saved model."""
 import json
 import math
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from models import bad_input, build, parametrize
-from runs import EACH, ROOT, SCRIPTS, TIED, TINY, TOKENIZER, arguments, load, read, save, tiny
+from models import ROUNDING, bad_input, build, parametrize
+from runs import EACH, ROOT, SCRIPTS, TIED, TOKENIZER, arguments, load, read, save, tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import dpo
 from refcache import full_tensor
 
-BAD = [  # of every script
+BAD_VALUES = [  # of every script
     ("lr", 0.0), ("lr", math.nan), ("warmup", -0.1), ("epochs", 0.0), ("steps", -2), ("lora_r", 0), ("beta", -0.1),
-    ("max_grad_norm", -1.0)]
+    ("max_grad_norm", -1.0), ("batch_size", 0), ("max_new_tokens", 0)]
+CONTRADICTIONS = [
+    (dict(data=None), "^give both --model and --data"),
+    (dict(lora_alpha=8.0), "need --lora_r"),
+    (dict(lora_target=("q_proj",)), "need --lora_r"),
+    (dict(ref="swap", ref_model=ROOT / "demo/model"), "--ref swap holds the policy's own start"),
+    (dict(warmup=3, steps=2), "--warmup 3: the run has only 2 steps")]
 
 
 def resolve(script, **flags):
     return SCRIPTS[script].resolve(arguments(script, **flags))
 
 
-# --- Values
-
 @parametrize("script, flag, value", [
-    *((script, *bad) for script in SCRIPTS for bad in BAD),
+    *((script, *bad) for script in SCRIPTS for bad in BAD_VALUES),
     ("dpo", "beta", 0.0), ("dpo", "label_smoothing", 0.5), ("dpo", "label_smoothing", math.nan), ("kto", "beta", 0.0),
     ("dpo", "ref", "swop"), ("rloo", "k", 1), ("rloo", "temperature", 0.0), ("rloo", "updates_per_rollout", 0)])
 def test_values_that_no_run_can_have_are_refused(script, flag, value):
@@ -45,42 +48,32 @@ def test_smallest_values_are_accepted(script):
 
 
 @EACH
-def test_swap_of_another_model_is_refused(script):
-    with bad_input("--ref swap holds the policy's own start: with --ref_model choose"):
-        resolve(script, ref="swap", ref_model=ROOT / "demo/model")
-
-
-@EACH
-def test_warmup_longer_than_the_run_is_refused(script):
-    with bad_input("--warmup 3: the run has only 2 steps"):
-        SCRIPTS[script].main(arguments(script, warmup=3, steps=2))
-
-
-@EACH
 def test_paths_are_absolute(script, monkeypatch, tmp_path):
     """A user's function may change the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    shutil.copytree(tiny(), "model")
-    Path("rows.jsonl").touch()
-    Path("score.py").touch()
+    Path("model").symlink_to(tiny())
+    for name in ("rows.jsonl", "score.py"):
+        Path(name).touch()
     flags = dict(model="model", data="~/rows.jsonl", eval_data="rows.jsonl", out="~/run")
-    flags |= dict(reward=("score.py:f",)) if script == "rloo" else dict(ref_cache="~/c.pkl", score="score.py:f")
-    args = resolve(script, **flags)
-    assert args.ref_model == args.model
-    for flag, value in flags.items():
-        found, value = (vars(args)[flag][0], value[0]) if flag == "reward" else (vars(args)[flag], value)
-        assert found == f"{tmp_path}/{value.removeprefix('~/')}"
+    if script == "rloo":
+        assert resolve(script, **flags, reward=("score.py:f",)).reward == (f"{tmp_path}/score.py:f",)
+    else:
+        flags |= dict(ref_cache="~/c.pkl", score="score.py:f")
+    args = vars(resolve(script, **flags))
+    for flag, path in flags.items():
+        assert args[flag] == f"{tmp_path}/{path.removeprefix('~/')}"
+    assert args["ref_model"] == args["model"]
 
 
-@parametrize("flags, words", [
-    (dict(data=None), "^give both --model and --data, or neither for the demo$"), (dict(lora_alpha=8.0), "--lora_r"),
-    (dict(label_smoothing=0.4, loss=("ipo",)), "--label_smoothing"), (dict(lora_target=("q_proj",)), "--lora_r"),
-    (dict(loss=("sigmoid", "sft"), loss_weights=(1.0,)), "--loss_weights"), (dict(batch_size=0), "--batch_size"),
-    (dict(score="score.py"), "expected FILE.py:FUNCTION"), (dict(score="nothing.py:f"), "a file that exists")])
-def test_flags_that_contradict_each_other_are_refused(flags, words):
+@parametrize("script, flags, words", [
+    *((script, *case) for script in SCRIPTS for case in CONTRADICTIONS),
+    ("dpo", dict(label_smoothing=0.4, loss=("ipo",)), "--label_smoothing"),
+    ("dpo", dict(loss=("sigmoid", "sft"), loss_weights=(1.0,)), "--loss_weights"),
+    ("dpo", dict(score="nothing.py:f"), "expected FILE.py:FUNCTION")])
+def test_flags_that_contradict_each_other_are_refused(script, flags, words):
     with bad_input(words):
-        resolve("dpo", **flags)
+        SCRIPTS[script].main(arguments(script, **flags))
 
 
 @EACH
@@ -92,14 +85,13 @@ def test_folder_without_out_goes_on_or_is_the_next(script, monkeypatch, tmp_path
         folder.mkdir(parents=True)
         assert resolve(script, out=None).out == str(folder)
         (folder / "model").mkdir()
-    with bad_input("out/.* holds a finished run: name another --out"):
+    with bad_input("holds a finished run: name another --out"):
         resolve(script, out=f"out/{script}")
 
 
 # --- A user's own functions
 
-@EACH
-def test_functions_of_a_user_may_start_a_process_pool(script, tmp_path):
+def test_functions_of_a_user_may_start_a_process_pool(tmp_path):
     """And import files that lie beside theirs."""
     (tmp_path / "beside.py").write_text("SCALE = 100")
     (tmp_path / "pooled.py").write_text("""
@@ -107,20 +99,15 @@ from concurrent.futures import ProcessPoolExecutor
 from beside import SCALE
 
 def check(completion):
-    return len(str(completion)) / SCALE
+    return len(completion) / SCALE
 
 def rate(completions, **columns):
     with ProcessPoolExecutor(1) as pool:
         return list(pool.map(check, completions))
 """)
-    spec = f"{tmp_path}/pooled.py:rate"
-    where = dict(reward=(spec,)) if script == "rloo" else dict(score=spec, samples=2)
-    sys.modules.pop("beside", None)
-    first, _ = SCRIPTS[script].main(arguments(script, steps=1, max_new_tokens=2, **where))
-    assert first["eval_reward" if script == "rloo" else "eval_score"] > 0
+    score = dpo.load_module(f"{tmp_path}/pooled.py").rate
+    assert score(completions=["good"], prompts=["q"]) == [0.04]
 
-
-# --- Weights & Biases
 
 def test_wandb_gets_every_line_of_metrics_once_and_finds_the_run_in_the_folder(monkeypatch):
     begun, logged = [], []
@@ -151,32 +138,20 @@ def test_model_is_saved_in_the_dtype_of_its_forwards(dtype, tmp_path, monkeypatc
     policy.register_buffer("count", torch.tensor([70_001]))  # bfloat16 would round it to 70,144
     dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args(dtype=dtype))
     saved = load_file(tmp_path / "model/model.safetensors")
-    count = saved.pop("count")
-    assert count.dtype == torch.int64 and count.item() == 70_001
-    assert {str(weight.dtype) for weight in saved.values()} == {f"torch.{dtype}"}
+    assert saved.pop("count").tolist() == [70_001]
     assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == dtype
-    assert "model.embed_tokens.weight" in saved and "lm_head.weight" not in saved
-    for name, weight in policy.named_parameters():
-        assert saved[name].equal(full_tensor(weight).to(saved[name].dtype))
+    weights = dict(policy.named_parameters())
+    assert saved.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert saved[name].equal(full_tensor(weight).to(getattr(torch, dtype)))
 
 
 @torch.no_grad()
 def test_saved_bfloat16_model_is_the_one_that_was_evaluated(tmp_path):
-    """It routes tokens to experts by weights that stay float32 (before transformers 5.24 they did not)."""
-    experts = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=1,
-                   first_k_dense_replace=0, num_hidden_layers=2)
-    policy = load(save(build("dots1", TINY | experts), "dots1"), trains=True, dtype="bfloat16")
+    """It routes tokens to experts by weights that stay float32."""
+    folder = save(build(*ROUNDING["ernie-moe-float32-router"]), "router")
+    policy = load(folder, trains=True, dtype="bfloat16")
     dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args(dtype="bfloat16"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()
-    ids = torch.arange(3, 99)[None]
+    ids = torch.arange(3, 97)[None]
     assert policy(ids).logits.equal(model(ids).logits)
-    gate = load_file(tmp_path / "model/model.safetensors")["model.layers.0.mlp.gate.weight"]
-    assert ("gate.weight" in model._keep_in_fp32_modules_strict) != gate.bfloat16().float().equal(gate.float())
-
-
-@EACH
-def test_weights_that_are_not_finite_are_not_saved(script):
-    args = arguments(script, lr=3e38, steps=1, **{} if script == "rloo" else dict(samples=2))
-    with bad_input("step 1: .*weights are not finite"):
-        SCRIPTS[script].main(args)
-    assert not list(Path(args.out).glob("*model"))
