@@ -226,6 +226,8 @@ def test_generation_config_changes_no_answer():
     assert answers_of(policy, seed=1) != plain and len(set(plain)) > 10
     vars(policy.generation_config).update(temperature=0.1, top_k=1, repetition_penalty=5.0, max_length=3)
     assert answers_of(policy) == plain
+    with pytest.raises(ValueError):
+        answers_of(policy, tokens=0)
     assert policy.generation_config.top_k == 1, "it is saved with the model"
 
 
@@ -266,13 +268,13 @@ def test_scores_get_the_columns_of_all_rows_and_none_is_left_out_of_the_mean(tmp
     assert [(line["step"], line["score"]) for line in lines] == [(0, 0.25), (0, None)]
 
 
-def test_a_score_may_change_its_inputs():
-    def score(prompts, **columns):
+def test_a_score_gets_strings_and_messages_of_its_own():
+    def score(prompts, completions, **columns):
         prompts[0].append("more")
-        return [len(prompts[0])]
+        return [len(prompts[0]), completions[1] == "b"]
 
-    rows = [pair((), prompt=[{"role": "user", "content": "q"}], completions="theirs")]
-    assert [dpo.score_answers(score, rows, ["a"], Args()) for _ in range(2)] == [[2], [2]]
+    rows = [pair((), prompt=[{"role": "user", "content": "q"}], completions="theirs"), pair((), prompt="q")]
+    assert [dpo.score_answers(score, rows, ["a", "b"], Args()) for _ in range(2)] == [[2, 1], [2, 1]]
 
 
 @BOTH

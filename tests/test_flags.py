@@ -33,7 +33,8 @@ def resolve(script, **flags):
 @parametrize("script, flag, value", [
     *((script, *bad) for script in SCRIPTS for bad in BAD_VALUES),
     ("dpo", "beta", 0.0), ("dpo", "label_smoothing", 0.5), ("dpo", "label_smoothing", math.nan), ("kto", "beta", 0.0),
-    ("dpo", "ref", "swop"), ("rloo", "k", 1), ("rloo", "temperature", 0.0), ("rloo", "updates_per_rollout", 0)])
+    ("dpo", "ref", "swop"), ("rloo", "k", 1), ("rloo", "clip_eps", 0.0), ("rloo", "temperature", 0.0),
+    ("rloo", "updates_per_rollout", 0)])
 def test_values_that_no_run_can_have_are_refused(script, flag, value):
     with bad_input(rf"--{flag}\b"):
         resolve(script, **{flag: value})
@@ -45,6 +46,13 @@ def test_smallest_values_are_accepted(script):
     flags |= dict(k=2, beta=0.0, max_new_tokens=1) if script == "rloo" else {}
     assert vars(resolve(script, **flags)).items() >= flags.items()
     assert resolve(script, max_length=10**6).max_length <= 256, "the model has no more positions"
+
+
+@EACH
+def test_false_on_the_command_line_is_no_string(script):
+    """tyro reads only True and False as truth values."""
+    options = resolve(script, chat_template_kwargs=dict(a="false", b="true", c=0, d="x")).chat_template_kwargs
+    assert list(map(repr, options.values())) == ["False", "True", "0", "'x'"]
 
 
 @EACH
