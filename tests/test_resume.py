@@ -1,6 +1,5 @@
 """Runs that are killed: the same command resumes, and gives the same bits as a run that was never interrupted."""
 import os
-import random
 import shutil
 from copy import deepcopy
 from dataclasses import replace
