@@ -71,19 +71,25 @@ def test_adapters_of_the_head_are_exact(name, place):
             p.add_(torch.randn_like(p) * 0.1)
     assert_exact(model)
     assert all(p.grad.abs().max() > 0 for p in trained)
-    assert refcache.unwrap_model(model) is model.get_base_model()
+
+
+def test_a_decoder_that_transformers_does_not_find_is_found(monkeypatch):
+    """In Llama 4 and Mllama get_decoder() returns the whole model."""
+    model = make("llama")
+    monkeypatch.setattr(model, "get_decoder", lambda: model)
+    assert_exact(model)
 
 
 @parametrize("name, at_once, rows", [("llama", 28, [28]), ("gemma2-softcaps", 27, [27, 1])])
 def test_head_sees_completion_tokens_in_chunks(name, at_once, rows, monkeypatch):
     model = ready(name)
-    seen, widths = [], []
+    seen, saved_widths = [], set()
     model.lm_head.register_forward_hook(lambda _, args, out: seen.append(args[0].numel() // 32))
     set_chunks(monkeypatch, at_once)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: widths.append(x.shape[-1:]) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved_widths.add(x.shape[-1:]) or x, lambda x: x):
         completion_logprobs(model, GROUPS)
     assert seen == rows
-    assert widths and ((97,) in widths) == (rows == [28])
+    assert ((97,) in saved_widths) == (rows == [28]), "logits of chunks are computed again in the backward pass"
 
 
 def test_pack_by_hand():
@@ -157,28 +163,28 @@ def test_kernel_serves_what_flash_attention_can(serves, changes, monkeypatch):
     assert one_kernel_serves(query, query) == serves
 
 
-def test_attention_that_is_slightly_off_gets_padded_rows(monkeypatch):
-    use_attention(monkeypatch, lambda shared, *args, spans=None, **kwargs: (
-        shared(*args, spans=spans, **kwargs)[0] * (1 if spans is None else 1.005), None))
-    assert not enable_shared_prompts(make("llama"))
+# --- Attention that is not the model's own
+
+def slightly_off(shared, *args, spans=None, **kwargs):
+    return shared(*args, spans=spans, **kwargs)[0] * (1 if spans is None else 1.005), None
 
 
-def test_layers_that_do_not_get_the_spans_share_nothing(monkeypatch, capsys):
-    """Also if nothing that attention does can be seen in the log-probs."""
-    model = make("llama")
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.zero_()
-    use_attention(monkeypatch, lambda shared, module, *args, spans=None, **kwargs: shared(
-        module, *args, spans=spans if module.layer_idx else None, **kwargs))
-    assert not enable_shared_prompts(model)
-    assert "not all layers" in capsys.readouterr().out
+def without_spans_in_a_layer(shared, module, *args, spans=None, **kwargs):
+    return shared(module, *args, spans=spans if module.layer_idx else None, **kwargs)
 
 
-def test_a_decoder_that_transformers_does_not_find_is_found(monkeypatch):
-    """In Llama 4 and Mllama get_decoder() returns the whole model."""
-    model = make("llama")
-    monkeypatch.setattr(model, "get_decoder", lambda: model)
-    assert_exact(model)
+def without_window(shared, *args, sliding_window=None, **kwargs):
+    return shared(*args, **kwargs)
+
+
+@parametrize("attention, words", [
+    (slightly_off, "other tokens change log-probs"), (without_spans_in_a_layer, "not all layers"),
+    (without_window, "not all layers")])
+def test_wrong_attention_gets_padded_rows(attention, words, monkeypatch, capsys):
+    """The window is longer than the rows of the test."""
+    use_attention(monkeypatch, attention)
+    assert not enable_shared_prompts(build("mistral", dict(SMALL, sliding_window=80)))
+    assert words in capsys.readouterr().out
 
 
 @parametrize("keyword", ["softcap", "s_aux", "position_bias"])
@@ -195,11 +201,6 @@ def test_mask_of_longer_rows_is_refused(monkeypatch):
     assert enable_shared_prompts(model)  # the rows of the test are shorter
     with bad_input("masks more than the future"):
         completion_logprobs(model, [(P * 20, GROUPS[0][1])])
-
-
-def test_a_layer_that_is_not_told_its_window_shares_nothing(monkeypatch):
-    use_attention(monkeypatch, lambda shared, *args, sliding_window=None, **kwargs: shared(*args, **kwargs))
-    assert not enable_shared_prompts(build("mistral", dict(SMALL, sliding_window=80)))
 
 
 def test_model_whose_logits_are_nan_is_refused():
