@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import GROUPS, bad_input, equal, parametrize
-from runs import (  # noqa: F401
-    LORA, TIED, TOKENIZER, adapt, arguments, distance, load, run, same, save, tiny, weights_of)
+from runs import LORA, TOKENIZER, adapt, arguments, distance, load, run, same, save, tiny  # noqa: F401
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -101,7 +100,6 @@ def test_float32_adapter_on_a_bfloat16_base_is_exact(config):
 
 @parametrize("config", [
     dict(peft_type="PREFIX_TUNING", num_virtual_tokens=4),
-    dict(peft_type="ADAPTION_PROMPT", adapter_len=4, adapter_layers=1),
     dict(peft_type="LORA", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 9])], ids=str)
 def test_adapter_of_more_than_weights_is_refused(config, tmp_path):
     """Its virtual tokens, or where it begins, would be ignored."""

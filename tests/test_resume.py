@@ -48,14 +48,14 @@ def whole(name):
 
 @cache
 def killed(name):
-    """The folder of a run that died in its last step: tests copy it."""
+    """The folder of a run that died in its last step, and what it said."""
     out = Path(FOLDER.name) / f"killed-{name}"
-    run_until(f"learning_rate {STEPS}", *command(name, out))
-    return out
+    return out, run_until(f"learning_rate {STEPS}", *command(name, out))
 
 
 def copy_of_killed(name, folder):
-    return Path(shutil.copytree(killed(name), folder / "out"))
+    out, _ = killed(name)
+    return Path(shutil.copytree(out, folder / "out"))
 
 
 def results(out):
@@ -86,8 +86,8 @@ def test_resume_after_kill_while_files_change_is_bitwise_equal(name, die_at, tmp
 
 
 @parametrize("name", ["dpo", "kto", "rloo"])
-def test_ctrl_c_says_where_the_run_continues(name, tmp_path):
-    words = run_until("learning_rate 3", *command(name, tmp_path))
+def test_ctrl_c_says_where_the_run_continues(name):
+    _, words = killed(name)
     assert words == "stopped: the same command continues after step 2"
 
 
