@@ -118,20 +118,20 @@ class Kernel:
     def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size, **options):
         self.calls += 1
         assert query.dtype == key.dtype == value.dtype == self.dtype
-        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-        queries, keys = cu_seq_q.tolist(), cu_seq_k.tolist()
-        assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
-        assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
-        grouped = options.get("enable_gqa", not MUST_ANNOUNCE_GROUPS)
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q[0] == cu_seq_k[0] == 0
+        sizes_q, sizes_k = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+        assert (max_q, max_k) == (max(sizes_q), max(sizes_k))
         left, right = window_size
         left = left + self.extra if left >= 0 else len(key)
+
         outputs = []
-        for a, b, c, d in zip(queries, queries[1:], keys, keys[1:]):
-            places = torch.arange(d - c)
-            behind = places[d - c - (b - a):, None] - places  # aligned to the lower right, as in flash attention
-            q, k, v = (x.float().transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
-            output = F.scaled_dot_product_attention(q, k, v, (behind <= left) & (-behind <= right),
-                                                    scale=options["scale"], enable_gqa=grouped)
+        for q, k, v in zip(query.split(sizes_q), key.split(sizes_k), value.split(sizes_k)):
+            places = torch.arange(len(k))
+            behind = places[len(k) - len(q):, None] - places  # aligned to the lower right, as in flash attention
+            q, k, v = (x.float().transpose(0, 1)[None] for x in (q, k, v))
+            output = F.scaled_dot_product_attention(
+                q, k, v, (behind <= left) & (-behind <= right), scale=options["scale"],
+                enable_gqa=options.get("enable_gqa", not MUST_ANNOUNCE_GROUPS))
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).to(query.dtype)
 

@@ -75,7 +75,8 @@ def slow_run(script, args, begin):
     policy = load(begin, trains=True)
     reference = load(args.ref_model) if args.ref_model else deepcopy(policy)
     weights = [p for p in policy.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=args.lr, weight_decay=0.0)
+    decays = [args.weight_decay * (weight.dim() > 1) for weight in weights]  # not of norms and biases
+    optimizer = torch.optim.AdamW([dict(params=[p], weight_decay=decay) for p, decay in zip(weights, decays)])
 
     def ratios(batch, answer):
         answers = [(row.prompt, getattr(row, answer)) for row in batch]
@@ -102,11 +103,8 @@ def slow_run(script, args, begin):
         optimizer.zero_grad()
         loss.backward()
         values["grad_norm"] = torch.nn.utils.clip_grad_norm_(weights, 1.0).item()
-        lr = optimizer.param_groups[0]["lr"] = args.lr * (1 - step / args.steps)
-        with torch.no_grad():
-            for weight in weights:
-                if weight.dim() > 1:  # norms and biases do not decay
-                    weight.mul_(1 - lr * args.weight_decay)
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * (1 - step / args.steps)
         optimizer.step()
         yield {"loss": loss.item(), **values}
     with torch.no_grad():

@@ -166,22 +166,20 @@ def test_files_are_on_the_disk_before_the_name_that_makes_them_count(tmp_path, m
     events = []
     rename = os.replace
 
-    def fsync(file):
-        events.append("fsync " + os.path.basename(os.readlink(f"/proc/self/fd/{file}")))
-
     def sync():
         assert {"model.safetensors", "tokenizer.json"} < {path.name for path in (tmp_path / ".model").iterdir()}
         events.append("sync")
 
-    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "fsync", lambda file: events.append(Path(os.readlink(f"/proc/self/fd/{file}")).name))
     monkeypatch.setattr(os, "sync", sync)
-    monkeypatch.setattr(os, "replace", lambda old, new: events.append(os.path.basename(new)) or rename(old, new))
+    monkeypatch.setattr(os, "replace", lambda old, new: events.append(Path(new).name) or rename(old, new))
     dpo.main(arguments(out=str(tmp_path), steps=1, save_every=1, samples=2, max_new_tokens=4))
-    logs = ["fsync samples.jsonl", "fsync metrics.jsonl"]
-    begin, step = events.index("args.json"), events.index("run.json")
-    assert [name for name in events if name in logs] == logs * 2  # of steps 0 and 1
-    assert begin < events.index(logs[0]) and any(name.endswith(".safetensors") for name in events[:step])
-    assert events[step - 1:] == ["fsync .run.json.partial", "run.json", "sync", "model"]
+
+    *begin, shard, partial, run, synced, model = events[events.index("args.json"):]
+    empty_logs = [".metrics.jsonl.partial", "metrics.jsonl", ".samples.jsonl.partial", "samples.jsonl"]
+    assert begin == ["args.json", *empty_logs, *["samples.jsonl", "metrics.jsonl"] * 2]  # of steps 0 and 1
+    assert shard.endswith(".safetensors")
+    assert [partial, run, synced, model] == [".run.json.partial", "run.json", "sync", "model"]
 
 
 # --- Which command resumes a run
@@ -195,34 +193,28 @@ def test_flags_of_memory_files_and_evaluation_may_change(tmp_path):
 
 
 @EACH
-def test_every_other_flag_is_part_of_a_run(script):
+def test_flags_that_may_change(script):
     """A new flag changes the result, or it is named here."""
-    may_change = {*"out tokens_per_forward gradient_checkpointing save_every eval_every wandb".split()}
-    may_change |= {"chat_template_kwargs"}
-    may_change |= {"ref", "rollout_tokens"} if script == "rloo" else {"ref_cache"}
-    assert may_change == set(SCRIPTS[script].MAY_CHANGE)
-
-    args = SCRIPTS[script].resolve(arguments(script))
-    weights = {f"{name}'s weights" for name in vars(args) if name.endswith("model")}
-    assert SCRIPTS[script].describe_run([], [], args).keys() == vars(args).keys() | weights | {"script", "rows"}
+    flags = "out tokens_per_forward gradient_checkpointing save_every eval_every wandb chat_template_kwargs "
+    flags += "ref rollout_tokens" if script == "rloo" else "ref_cache"
+    assert set(flags.split()) == set(SCRIPTS[script].MAY_CHANGE)
 
 
 @EACH
 def test_other_rows_and_weights_are_another_run(script, tmp_path):
     """Whatever their paths are."""
-    for name in ("model", "ref_model"):
-        shutil.copytree(tiny(), tmp_path / name)
-    args = arguments(script, model=str(tmp_path / "model"), ref_model=str(tmp_path / "ref_model"))
-    rows = [("a",), ("b",), ("c",)]
+    folders = {name: str(shutil.copytree(tiny(), tmp_path / name)) for name in ("model", "ref_model")}
+    args = arguments(script, **folders)
+    a, b, c = ("a",), ("b",), ("c",)
+    first = SCRIPTS[script].describe_run([a, b], [c], args)
 
-    def differing(train=rows[:2], held_out=rows[2:]):
-        run = SCRIPTS[script].describe_run(train, held_out, args)
+    def differing(train=(a, b), held_out=(c,)):
+        run = SCRIPTS[script].describe_run([*train], [*held_out], args)
         return [name for name in run if run[name] != first[name]]
 
-    first = SCRIPTS[script].describe_run(rows[:2], rows[2:], args)
-    assert not differing() and differing(rows[1::-1]) == differing(rows[:1], rows[1:]) == ["rows"]
-    for name in ("model", "ref_model"):
-        shutil.copy(Path(tiny(1), "model.safetensors"), tmp_path / name)
+    assert not differing() and differing([b, a]) == differing([a], [b, c]) == ["rows"]
+    for name, folder in folders.items():
+        shutil.copy(f"{tiny(1)}/model.safetensors", folder)
         assert differing()[-1:] == [f"{name}'s weights"]
 
 
