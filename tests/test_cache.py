@@ -144,9 +144,7 @@ def test_a_missing_key_says_which_prompt_to_fill():
 
 
 def test_lists_are_filled_as_tuples(whole):
-    cache = ReferenceCache()
-    cache.fill(load_model, [(list(prompt), [list(y) for y in completions]) for prompt, completions in GROUPS], 30)
-    assert equal(cache, whole)
+    assert equal(filled([(list(prompt), [list(y) for y in completions]) for prompt, completions in GROUPS]), whole)
 
 
 def test_dropout_is_off(whole):

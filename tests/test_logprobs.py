@@ -229,7 +229,7 @@ LONGROPE = ROPE | dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor
 
 
 @parametrize("model_type, config, length", [
-    ("llama", dict(SMALL, rope_parameters=ROPE), 64), ("llama", dict(SMALL, rope_parameters=LONGROPE), 64),
+    ("llama", dict(SMALL, rope_parameters=ROPE), 64),
     ("llama", dict(SMALL, rope_parameters=ROPE | dict(rope_type="linear")), 256),
     ("gemma3_text", dict(SMALL, rope_parameters=dict(full_attention=LONGROPE, sliding_attention=DEFAULT)), 64),
     ("deepseek_v32", dict(index_topk=70), 70), ("doge", dict(keep_window_size=70), 70),

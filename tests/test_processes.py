@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from models import GROUPS, MODELS, bad_input, build, equal, make, parametrize, s
 from runs import ROOT, SCRIPTS, TOKENIZER, arguments, finished, run_until, same, save, tiny
 
 import refcache
-from refcache import ReferenceCache, completion_logprobs, micro_batches
+from refcache import ReferenceCache, completion_logprobs, divide_batches
 
 UNEVEN = dict(batch_size=5, steps=3, tokens_per_forward=150, max_new_tokens=6)  # unequal forwards
 CASES = {  # what differs between processes: weights, gradients, data, references, rollouts
@@ -133,23 +133,20 @@ def test_gradients_of_bfloat16_processes_are_added_in_float32():
 
 
 def test_micro_batches_of_processes_are_equal(monkeypatch):
-    model = make("llama")
     rng = np.random.default_rng(0)
     for ranks, rows in product((1, 2, 3, 4, 8), (1, 2, 7, 64)):
-        groups = [((1,) * n, [(2,) * int(rng.integers(1, 60))]) for n in rng.integers(1, 200, rows)]
+        lengths = rng.integers(2, 200, rows)
         monkeypatch.setattr(refcache, "process_count", lambda ranks=ranks: ranks)
         shares = []
         for rank in range(ranks):
             monkeypatch.setattr(refcache, "process_rank", lambda rank=rank: rank)
-            shares.append(micro_batches(model, groups, 600))
+            shares.append(divide_batches(lengths, 600))
 
         assert len({len(share) for share in shares}) == 1, "FSDP needs equally many forwards"
-        assert all(indices for share in shares for indices, _ in share)
-        batches = [indices for share in shares for indices, weight in share if weight]
-        assert sorted(i for batch in batches for i in batch) == list(range(rows))
+        batches = [batch for batch in chain(*shares) if batch]
+        assert sorted(chain(*batches)) == list(range(rows))
         assert rows > ranks or len(batches) == rows, "no process waits for one that has two"
-
-        loads = [refcache.count_tokens([groups[i] for i in batch]) for batch in batches]
+        loads = [lengths[batch].sum() for batch in batches]
         assert max(loads) <= 600
         assert rows < 8 * ranks or max(loads) < 1.25 * np.mean(loads)
 
