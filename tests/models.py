@@ -13,29 +13,27 @@ SMALL = dict(TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, 
 GPT2 = dict(TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=256)
 GEMMA = dict(SMALL, head_dim=8, query_pre_attn_scalar=8)
 
-MODELS = {  # name -> (model type, config, whether its completions may share a prompt)
-    "llama": ("llama", SMALL, True),
-    "llama-tied": ("llama", dict(SMALL, tie_word_embeddings=True), True),
-    "qwen3": ("qwen3", dict(SMALL, head_dim=8), True),
-    "mistral-window-5": ("mistral", dict(SMALL, sliding_window=5), True),
-    "mistral-window-200": ("mistral", dict(SMALL, sliding_window=200), True),
-    "gpt2": ("gpt2", GPT2, True),
-    "gpt-neox": ("gpt_neox", dict(SMALL, num_key_value_heads=4), True),
-    "bert-layers-before-the-head": ("bert", dict(SMALL, is_decoder=True), True),
-    "phi-head-bias": ("phi", dict(SMALL, num_key_value_heads=4), True),
-    "gemma2-softcaps": ("gemma2", dict(GEMMA, sliding_window=6), False),
-    "gemma3-window-6": ("gemma3_text", dict(GEMMA, sliding_window=6), True),
-    "gemma3-softcap": ("gemma3_text", dict(GEMMA, sliding_window=64, final_logit_softcapping=3.0), True),
-    "cohere-logit-scale": ("cohere", dict(SMALL, logit_scale=0.25), True),
-    "granite-logits-scaling": ("granite", dict(SMALL, logits_scaling=4.0), True),
+MODELS = {  # name -> model type, config
+    "llama": ("llama", SMALL),
+    "llama-tied": ("llama", dict(SMALL, tie_word_embeddings=True)),
+    "qwen3": ("qwen3", dict(SMALL, head_dim=8)),
+    "mistral-window-5": ("mistral", dict(SMALL, sliding_window=5)),
+    "mistral-window-200": ("mistral", dict(SMALL, sliding_window=200)),
+    "gpt2": ("gpt2", GPT2),
+    "bert-layers-before-the-head": ("bert", dict(SMALL, is_decoder=True)),
+    "phi-head-bias": ("phi", dict(SMALL, num_key_value_heads=4)),
+    "gemma2-softcaps": ("gemma2", dict(GEMMA, sliding_window=6)),
+    "gemma3-window-6": ("gemma3_text", dict(GEMMA, sliding_window=6)),
+    "gemma3-softcap": ("gemma3_text", dict(GEMMA, sliding_window=64, final_logit_softcapping=3.0)),
+    "granite-logits-scaling": ("granite", dict(SMALL, logits_scaling=4.0)),
     "glm4-moe-buffer": ("glm4_moe", dict(  # its routing bias is a persistent buffer, no parameter
         SMALL, head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-        first_k_dense_replace=1), True),
-    "mamba": ("mamba", dict(TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8), False),
-    "bloom-alibi": ("bloom", dict(TOKENS, hidden_size=32, n_layer=2, n_head=4), False),
-    "falcon": ("falcon", SMALL, False),
-    "stablelm": ("stablelm", SMALL, False),  # does not pass all keywords to the attention function
+        first_k_dense_replace=1)),
+    "mamba": ("mamba", dict(TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8)),
+    "bloom-alibi": ("bloom", dict(TOKENS, hidden_size=32, n_layer=2, n_head=4)),
+    "stablelm": ("stablelm", SMALL),  # does not pass all keywords to the attention function
 }
+PADDED = {"gemma2-softcaps", "mamba", "bloom-alibi", "stablelm"}  # all others share prompts
 
 ROUNDING = {  # families with float32 inputs of layers, or with weights that stay float32
     "olmo2": ("olmo2", SMALL),
@@ -70,7 +68,7 @@ def slow_but(quick, names):
 
 def make(name, seed=0, attention=None, **changes):
     """One of MODELS, in eval mode."""
-    model_type, config, _ = MODELS[name]
+    model_type, config = MODELS[name]
     return build(model_type, config | changes, seed, attention)
 
 
@@ -105,12 +103,8 @@ def logps(model, rows, temperature=1.0):
     return found
 
 
-def logp(model, prompt, y, temperature=1.0):
-    return logps(model, [(prompt, y)], temperature)[0]
-
-
 def slow(model, groups, temperature=1.0):
-    return [[logp(model, prompt, y, temperature) for y in completions] for prompt, completions in groups]
+    return [[logps(model, [(prompt, y)], temperature)[0] for y in completions] for prompt, completions in groups]
 
 
 def flat(ragged):

@@ -27,7 +27,7 @@ def code_of(page, number=0):
     ("gpu speed --tiny", "tiny, rloo.py, k=8 | "), ("gpu trl --tiny", "| dpo | trl | "),
     ("trl_precompute 1", "learning_rate=2e-06 | yes |"), ("trl_precompute 7", "bf16=True | no | -9.9")])
 def test_benchmark_prints_rows(line, row):
-    if "trl" in row or "| yes" in row or "| no" in row:
+    if "trl" in line:
         pytest.importorskip("trl")
     assert row in start(*line.split())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import (
-    GROUPS, MODELS, ON_CUDA, P, SAMPLES, SMALL, bad_input, build, make, parametrize, ready, slow, slow_but,
+    GROUPS, MODELS, ON_CUDA, P, PADDED, SAMPLES, SMALL, bad_input, build, make, parametrize, ready, slow,
     values_and_gradients)
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,9 +17,6 @@ import refcache
 from refcache import (
     SHARED, completion_logprobs, context_length, enable_shared_prompts, has_shared_prompts,
     one_kernel_serves, pack, sum_tokens)
-
-QUICK = {"llama", "mistral-window-5", "gpt2", "bert-layers-before-the-head", "gemma2-softcaps", "gemma3-window-6",
-         "bloom-alibi"}
 
 
 def assert_close(one, two):
@@ -45,12 +42,12 @@ def use_attention(monkeypatch, function):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, attention)
 
 
-@parametrize("name", slow_but(QUICK, MODELS))
+@parametrize("name", MODELS)
 def test_shared_rows_equal_one_forward_per_sequence(name):
     model = ready(name)
     truth = values_and_gradients(slow, make(name, attention="eager"), GROUPS)
     assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth)
-    assert has_shared_prompts(model) == MODELS[name][2]
+    assert has_shared_prompts(model) == (name not in PADDED)
 
 
 @parametrize("name", ["phi-head-bias", "gemma3-softcap", "bert-layers-before-the-head"])

@@ -103,8 +103,7 @@ def test_float32_adapter_on_a_bfloat16_base_is_exact(config):
     dict(peft_type="LORA", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 9])], ids=str)
 def test_adapter_of_more_than_weights_is_refused(config, tmp_path):
     """Its virtual tokens, or where it begins, would be ignored."""
-    config = peft.get_peft_config(dict(task_type="CAUSAL_LM", **config))
-    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny()), config).save_pretrained(tmp_path)
+    peft.get_peft_config(config | dict(base_model_name_or_path=tiny())).save_pretrained(tmp_path)
     with bad_input("is no LoRA adapter: merge it"):
         load(tmp_path)
 

@@ -81,7 +81,7 @@ def flags_of(name, **changes):
         pytest.importorskip("peft")
     script, flags = CASES.get(name, ("dpo", dict(batch_size=1)))
     if name in FAMILIES:
-        model_type, config, _ = MODELS[name]
+        model_type, config = MODELS[name]
         model = build(model_type, config | dict(vocab_size=len(TOKENIZER), eos_token_id=3))
         flags = flags | dict(model=save(model, name))
     return SCRIPTS[script].main, arguments(script, **UNEVEN | flags | changes)
