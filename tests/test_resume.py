@@ -23,14 +23,13 @@ RUNS = {  # name -> script and flags: together they have every kind of state
     "kto": ("kto", dict(ref="live", samples=2)),
     "rloo": ("rloo", dict(k=3, updates_per_rollout=2, eval_every=2)),
 }
-STEPS = 3
 
 
 def command(name, out, **changes):
     """The script and its arguments."""
     script, flags = RUNS[name]
-    args = arguments(script, **dict(steps=STEPS, save_every=1, max_new_tokens=4, out=str(out)) | flags | changes)
-    return SCRIPTS[script].main, args
+    return SCRIPTS[script].main, arguments(
+        script, **dict(save_every=1, max_new_tokens=4, out=str(out)) | flags | changes)
 
 
 def start(name, out, **changes):
@@ -44,18 +43,6 @@ def whole(name):
     out = Path(FOLDER.name) / f"whole-{name}"
     start(name, out)
     return out
-
-
-@cache
-def killed(name):
-    """The folder of a run that died in its last step, and what it said."""
-    out = Path(FOLDER.name) / f"killed-{name}"
-    return out, run_until(f"learning_rate {STEPS}", *command(name, out))
-
-
-def copy_of_killed(name, folder):
-    out, _ = killed(name)
-    return Path(shutil.copytree(out, folder / "out"))
 
 
 def results(out):
@@ -79,17 +66,18 @@ def test_resume_after_kills_is_bitwise_equal(name, kills, tmp_path):
 
 
 @parametrize("name", ["dpo", "kto", "rloo"])
-def test_ctrl_c_says_where_the_run_continues(name):
-    _, words = killed(name)
+def test_ctrl_c_says_where_the_run_continues(name, tmp_path):
+    words = run_until("learning_rate 3", *command(name, tmp_path))
     assert words == "stopped: the same command continues after step 2"
 
 
 def test_leftovers_of_kills_are_removed_and_files_of_the_user_stay(tmp_path):
-    out = copy_of_killed("dpo", tmp_path)
+    out = tmp_path
+    run_until("learning_rate 3", *command("dpo", out))
     best = shutil.copytree(out / "resume-2", out / "resume-9-best")
     before = contents(best)
     (out / "resume-notes").mkdir()
-    for name in ("metrics.jsonl", "samples.jsonl"):
+    for name in dpo.LOGS:
         with open(out / name, "a") as file:
             file.write('{"step": 1, "lo')
     for name in (".model", "resume-3"):  # half of a save
@@ -124,7 +112,7 @@ def adam_8bit(groups):
 
 @parametrize("optimizer", [
     partial(torch.optim.SGD, momentum=0.9), adam_8bit,
-    partial(Adafactor, lr=1.0, relative_step=False, scale_parameter=False)], ids=str)
+    partial(Adafactor, lr=1.0, relative_step=False, scale_parameter=False)])
 def test_runs_of_other_optimizers_resume_bitwise(optimizer, tmp_path, monkeypatch):
     """Their state has other names, numbers that are no tensors, and bytes."""
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, fused: optimizer(groups))
@@ -133,7 +121,7 @@ def test_runs_of_other_optimizers_resume_bitwise(optimizer, tmp_path, monkeypatc
     run_until("learning_rate 3", *command("dpo", tmp_path / "killed", **flags))
     start("dpo", tmp_path / "killed", **flags)
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
-    assert len({line["loss"] for line in read(tmp_path / "whole/metrics.jsonl")[1:]}) == STEPS
+    assert len({line["loss"] for line in read(tmp_path / "whole/metrics.jsonl")[1:]}) == 3
 
 
 def test_weight_without_a_gradient_gets_no_state(tmp_path):
@@ -178,8 +166,9 @@ def test_files_are_on_the_disk_before_the_name_that_makes_them_count(tmp_path, m
 # --- Which command resumes a run
 
 def test_flags_of_memory_files_and_evaluation_may_change(tmp_path):
+    run_until("learning_rate 3", *command("dpo", tmp_path))
     flags = dict(tokens_per_forward=100, gradient_checkpointing=True, save_every=7, eval_every=1)
-    history = start("dpo", copy_of_killed("dpo", tmp_path), **flags)
+    history = start("dpo", tmp_path, **flags)
     expected = read(whole("dpo") / "metrics.jsonl")
     for name in ("loss", "eval_loss", "grad_norm"):
         assert history[-1][name] == pytest.approx(expected[-1][name], abs=1e-4)
@@ -227,7 +216,7 @@ def test_folder_of_another_run_or_script_is_refused(script, tmp_path, monkeypatc
     assert contents(tmp_path) == before
 
 
-@parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+@parametrize("name", dpo.LOGS)
 def test_log_of_a_user_is_not_touched(name, tmp_path):
     (tmp_path / name).write_text("mine\n")
     with bad_input("has logs, but not of a run of this script: name another --out"):
