@@ -10,7 +10,6 @@ import refcache
 TOKENS = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SMALL = dict(TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
              num_key_value_heads=2, max_position_embeddings=256)
-GPT2 = dict(TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=256)
 GEMMA = dict(SMALL, head_dim=8, query_pre_attn_scalar=8)
 
 MODELS = {  # name -> model type, config
@@ -19,7 +18,7 @@ MODELS = {  # name -> model type, config
     "qwen3": ("qwen3", dict(SMALL, head_dim=8)),
     "mistral-window-5": ("mistral", dict(SMALL, sliding_window=5)),
     "mistral-window-200": ("mistral", dict(SMALL, sliding_window=200)),
-    "gpt2": ("gpt2", GPT2),
+    "gpt2": ("gpt2", dict(TOKENS, n_embd=32, n_layer=2, n_head=4, n_positions=256)),
     "bert-layers-before-the-head": ("bert", dict(SMALL, is_decoder=True)),
     "phi-head-bias": ("phi", dict(SMALL, num_key_value_heads=4)),
     "gemma2-softcaps": ("gemma2", dict(GEMMA, sliding_window=6)),
@@ -40,12 +39,10 @@ ROUNDING = {  # families with float32 inputs of layers, or with weights that sta
     "ernie-moe-float32-router": ("ernie4_5_moe", dict(
         SMALL, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, moe_num_shared_experts=1,
         moe_layer_start_index=0)),
-    "mamba2": ("mamba2", dict(
-        TOKENS, hidden_size=32, num_hidden_layers=2, state_size=8, num_heads=8, head_dim=8, n_groups=2, expand=2)),
 }
 
 ON_CUDA = ["llama", "qwen3", "gpt2", "mistral-window-5", "mistral-window-200", "gemma3-window-6",
-           "granite-logits-scaling"]  # Granite scales its scores in its own way
+           "granite-logits-scaling"]
 P, Q, R = (5, 17, 90, 3, 41, 8, 66), (9, 9, 31), (77,)
 GROUPS = [(P, [(12, 4, 55, 2), (60, 2), (12, 33, 71, 80, 6, 19, 2)]), (Q, [(44, 2)]), (R, [(1,), (96, 95, 94, 2)]),
           (P + Q + P, [(13, 14, 15, 16, 2), (13, 14, 2)])]

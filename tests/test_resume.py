@@ -10,8 +10,7 @@ import pytest
 import torch
 from filelock import FileLock
 from models import bad_input, build, equal, parametrize
-from runs import (
-    EACH, FOLDER, SCRIPTS, TIED, arguments, needs_peft, read, run_until, save, tiny, without_speed)
+from runs import EACH, FOLDER, SCRIPTS, TIED, arguments, needs_peft, read, run_until, save, tiny, without_speed
 from transformers.optimization import Adafactor
 
 import dpo
@@ -46,7 +45,7 @@ def whole(name):
 
 
 def results(out):
-    """What equal runs leave: names of files, but not of checkpoints; metrics; the bits of the model and the samples."""
+    """What is equal in equal runs. A kill may leave one checkpoint more."""
     names = {path.name for path in out.iterdir() if not path.name.startswith("resume-")}
     bits = {path.name: hash(path.read_bytes()) for path in (out / "samples.jsonl", *(out / "model").iterdir())}
     return names, without_speed(read(out / "metrics.jsonl")), bits
