@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for models this small, threads cost more time than they save
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads would slow down models this small
 os.environ["HF_HUB_OFFLINE"] = "1"  # the tests never ask the hub
 sys.path[:0] = [str(Path(__file__).parent.parent), str(Path(__file__).parent)]
 

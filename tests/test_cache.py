@@ -18,8 +18,6 @@ import refcache
 from refcache import ReferenceCache, checkpoint_digest
 
 HEADER = dict(reference="abc", dtype="float32")
-
-
 load_model = functools.cache(lambda: ready("llama"))  # one model for most tests
 
 

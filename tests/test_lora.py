@@ -99,7 +99,7 @@ def test_float32_adapter_on_a_bfloat16_base_is_exact(config):
 
 @parametrize("config", [
     dict(peft_type="PREFIX_TUNING", num_virtual_tokens=4),
-    dict(peft_type="LORA", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 9])], ids=str)
+    dict(peft_type="LORA", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 9])])
 def test_adapter_of_more_than_weights_is_refused(config, tmp_path):
     """Its virtual tokens, or where it begins, would be ignored."""
     peft.get_peft_config(config | dict(base_model_name_or_path=tiny())).save_pretrained(tmp_path)

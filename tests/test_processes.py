@@ -53,7 +53,7 @@ def end_forks():
 
 
 def in_processes(n, function, *args):
-    """function(*args) in one process, or in each of two: what the first one returned. Raises any error."""
+    """function(*args) in one process, or in each of two: what the first one returned."""
     if n == 1:
         return function(*args)
 
