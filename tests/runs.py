@@ -1,5 +1,9 @@
 """Short runs of the scripts with a tiny model. Equal runs are made only once."""
 import json
+import os
+import shutil
+import sys
+from collections import Counter
 from functools import cache
 from importlib.util import find_spec
 from itertools import count
@@ -81,18 +85,53 @@ def without_speed(history):
     return [{name: value for name, value in values.items() if name not in SPEED} for values in history]
 
 
+def finished(args, history):
+    """What is compared of a run."""
+    model = f"{args.out}/model"
+    return SimpleNamespace(
+        history=without_speed(history), out=Path(args.out), model=model, args=args, weights=weights_of(model))
+
+
 @cache
 def done(script, changes):
     args = arguments(script, **dict(changes))
-    history = without_speed(SCRIPTS[script].main(args))
-    model = f"{args.out}/model"
-    return SimpleNamespace(history=history, out=Path(args.out), model=model, args=args, weights=weights_of(model))
+    return finished(args, SCRIPTS[script].main(args))
 
 
 @pytest.fixture
 def run():
     """run(script, **flags) gives the history, the folder and the saved weights of a run."""
     return lambda script="dpo", **changes: done(script, tuple(sorted(changes.items())))
+
+
+def run_until(die_at, main, args):
+    """Runs a script, which dies before event number `die_at`, or before the event of that name, such as
+    "learning_rate 2" or "replace model". Each event changes a file or weights. Returns the error's words."""
+    counts = Counter()
+    dead = []
+
+    def mortal(owner, name):
+        function = getattr(owner, name)
+
+        def wrapper(*inputs, **options):
+            counts[name] += 1
+            target = os.path.basename(str(inputs[-1]))
+            if dead or die_at in (counts.total(), f"{name} {counts[name]}", f"{name} {target}"):
+                dead.append(True)  # then nothing changes a file any more, as after a kill
+                raise KeyboardInterrupt
+            return function(*inputs, **options)
+        patch.setattr(owner, name, wrapper)
+
+    script = sys.modules[main.__module__]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(BaseException) as error:
+        mortal(script, "learning_rate")  # in the middle of an optimizer step
+        mortal(script, "append")
+        mortal(os, "fsync")  # after a file of a checkpoint was written, perhaps not yet completely
+        mortal(os, "replace")
+        mortal(shutil, "rmtree")
+        main(args)
+    assert dead
+    return str(error.value)
 
 
 def weights_of(folder):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from models import parametrize
 from runs import ROOT, load
 
 from refcache import ReferenceCache
@@ -20,14 +21,14 @@ def code_of(page, number=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line, row", [
+@parametrize("line, row", [
     (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | "),
     ("against_trl --tiny", "| reference | trl + cache | "),
     ("gpu numbers --tiny", "ok    a saved model, loaded again | max_nats 0,"),
     ("gpu speed --tiny", "tiny, rloo.py, k=8 | "), ("gpu trl --tiny", "| dpo | trl | "),
     ("trl_precompute 1", "learning_rate=2e-06 | yes |"), ("trl_precompute 7", "bf16=True | no | -9.9")])
 def test_benchmark_prints_rows(line, row):
-    if "trl" in row or "| yes" in row or "| no" in row:
+    if "trl" in line:
         pytest.importorskip("trl")
     assert row in start(*line.split())
 

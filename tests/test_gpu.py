@@ -1,9 +1,9 @@
 """On a GPU: the numbers of a CPU, the kernel of half precision, pinned memory, and every script in bfloat16."""
 import pytest
 import torch
-from models import build, make, parametrize
+from models import GROUPS, ON_CUDA, SAMPLES, build, make, parametrize, slow, values_and_gradients
 from runs import SCRIPTS, TIED, needs_peft, run, save  # noqa: F401
-from test_logprobs import GROUPS, ON_CUDA, SAMPLES, slow, values_and_gradients
+from test_swap import assert_swap_is_exact
 
 import refcache
 from refcache import Swap, completion_logprobs, enable_shared_prompts
@@ -45,18 +45,8 @@ def test_bfloat16_kernel_is_as_close_as_the_loop(name, k, monkeypatch):
 
 def test_swap_through_pinned_memory_restores_every_bit():
     policy = make("llama-tied").cuda()
-    start = [p.clone() for p in policy.parameters()]
-    swap = Swap(policy)
-    assert all(on_cpu.is_pinned() for _, on_cpu in swap.weights)
-
-    with torch.no_grad():  # as training does
-        for p in policy.parameters():
-            p.add_(torch.randn_like(p))
-    trained = [p.clone() for p in policy.parameters()]
-    with pytest.raises(KeyError), swap as model:
-        assert all(map(torch.equal, model.parameters(), start))
-        raise KeyError
-    assert all(map(torch.equal, policy.parameters(), trained))
+    assert_swap_is_exact(policy)
+    assert all(on_cpu.is_pinned() for _, on_cpu in Swap(policy).weights)
 
 
 @parametrize("lora", [{}, pytest.param(dict(lora_r=4), marks=needs_peft)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import (
-    GROUPS, MODELS, ON_CUDA, P, SAMPLES, SMALL, bad_input, build, make, parametrize, ready, slow, slow_but,
+    GROUPS, MODELS, ON_CUDA, P, PADDED, SAMPLES, SMALL, bad_input, build, make, parametrize, ready, slow,
     values_and_gradients)
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -17,9 +17,6 @@ import refcache
 from refcache import (
     SHARED, completion_logprobs, context_length, enable_shared_prompts, has_shared_prompts,
     one_kernel_serves, pack, sum_tokens)
-
-QUICK = {"llama", "mistral-window-5", "gpt2", "bert-layers-before-the-head", "gemma2-softcaps", "gemma3-window-6",
-         "bloom-alibi"}
 
 
 def assert_close(one, two):
@@ -45,12 +42,12 @@ def use_attention(monkeypatch, function):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, attention)
 
 
-@parametrize("name", slow_but(QUICK, MODELS))
+@parametrize("name", MODELS)
 def test_shared_rows_equal_one_forward_per_sequence(name):
     model = ready(name)
     truth = values_and_gradients(slow, make(name, attention="eager"), GROUPS)
     assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth)
-    assert has_shared_prompts(model) == MODELS[name][2]
+    assert has_shared_prompts(model) == (name not in PADDED)
 
 
 @parametrize("name", ["phi-head-bias", "gemma3-softcap", "bert-layers-before-the-head"])
@@ -71,19 +68,25 @@ def test_adapters_of_the_head_are_exact(name, place):
             p.add_(torch.randn_like(p) * 0.1)
     assert_exact(model)
     assert all(p.grad.abs().max() > 0 for p in trained)
-    assert refcache.unwrap_model(model) is model.get_base_model()
+
+
+def test_a_decoder_that_transformers_does_not_find_is_found(monkeypatch):
+    """In Llama 4 and Mllama get_decoder() returns the whole model."""
+    model = make("llama")
+    monkeypatch.setattr(model, "get_decoder", lambda: model)
+    assert_exact(model)
 
 
 @parametrize("name, at_once, rows", [("llama", 28, [28]), ("gemma2-softcaps", 27, [27, 1])])
 def test_head_sees_completion_tokens_in_chunks(name, at_once, rows, monkeypatch):
     model = ready(name)
-    seen, widths = [], []
+    seen, saved_widths = [], set()
     model.lm_head.register_forward_hook(lambda _, args, out: seen.append(args[0].numel() // 32))
     set_chunks(monkeypatch, at_once)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: widths.append(x.shape[-1:]) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved_widths.add(x.shape[-1:]) or x, lambda x: x):
         completion_logprobs(model, GROUPS)
     assert seen == rows
-    assert widths and ((97,) in widths) == (rows == [28])
+    assert ((97,) in saved_widths) == (rows == [28]), "logits of chunks are computed again in the backward pass"
 
 
 def test_pack_by_hand():
@@ -112,20 +115,20 @@ class Kernel:
     def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size, **options):
         self.calls += 1
         assert query.dtype == key.dtype == value.dtype == self.dtype
-        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-        queries, keys = cu_seq_q.tolist(), cu_seq_k.tolist()
-        assert (queries[0], queries[-1], keys[0], keys[-1]) == (0, len(query), 0, len(key))
-        assert max_q == cu_seq_q.diff().max() and max_k == cu_seq_k.diff().max()
-        grouped = options.get("enable_gqa", not MUST_ANNOUNCE_GROUPS)
+        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q[0] == cu_seq_k[0] == 0
+        sizes_q, sizes_k = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
+        assert (max_q, max_k) == (max(sizes_q), max(sizes_k))
         left, right = window_size
         left = left + self.extra if left >= 0 else len(key)
+
         outputs = []
-        for a, b, c, d in zip(queries, queries[1:], keys, keys[1:]):
-            places = torch.arange(d - c)
-            behind = places[d - c - (b - a):, None] - places  # aligned to the lower right, as in flash attention
-            q, k, v = (x.float().transpose(0, 1)[None] for x in (query[a:b], key[c:d], value[c:d]))
-            output = F.scaled_dot_product_attention(q, k, v, (behind <= left) & (-behind <= right),
-                                                    scale=options["scale"], enable_gqa=grouped)
+        for q, k, v in zip(query.split(sizes_q), key.split(sizes_k), value.split(sizes_k)):
+            places = torch.arange(len(k))
+            behind = places[len(k) - len(q):, None] - places  # aligned to the lower right, as in flash attention
+            q, k, v = (x.float().transpose(0, 1)[None] for x in (q, k, v))
+            output = F.scaled_dot_product_attention(
+                q, k, v, (behind <= left) & (-behind <= right), scale=options["scale"],
+                enable_gqa=options.get("enable_gqa", not MUST_ANNOUNCE_GROUPS))
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).to(query.dtype)
 
@@ -157,28 +160,28 @@ def test_kernel_serves_what_flash_attention_can(serves, changes, monkeypatch):
     assert one_kernel_serves(query, query) == serves
 
 
-def test_attention_that_is_slightly_off_gets_padded_rows(monkeypatch):
-    use_attention(monkeypatch, lambda shared, *args, spans=None, **kwargs: (
-        shared(*args, spans=spans, **kwargs)[0] * (1 if spans is None else 1.005), None))
-    assert not enable_shared_prompts(make("llama"))
+# --- Attention that is not the model's own
+
+def slightly_off(shared, *args, spans=None, **kwargs):
+    return shared(*args, spans=spans, **kwargs)[0] * (1 if spans is None else 1.005), None
 
 
-def test_layers_that_do_not_get_the_spans_share_nothing(monkeypatch, capsys):
-    """Also if nothing that attention does can be seen in the log-probs."""
-    model = make("llama")
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.zero_()
-    use_attention(monkeypatch, lambda shared, module, *args, spans=None, **kwargs: shared(
-        module, *args, spans=spans if module.layer_idx else None, **kwargs))
-    assert not enable_shared_prompts(model)
-    assert "not all layers" in capsys.readouterr().out
+def without_spans_in_a_layer(shared, module, *args, spans=None, **kwargs):
+    return shared(module, *args, spans=spans if module.layer_idx else None, **kwargs)
 
 
-def test_a_decoder_that_transformers_does_not_find_is_found(monkeypatch):
-    """In Llama 4 and Mllama get_decoder() returns the whole model."""
-    model = make("llama")
-    monkeypatch.setattr(model, "get_decoder", lambda: model)
-    assert_exact(model)
+def without_window(shared, *args, sliding_window=None, **kwargs):
+    return shared(*args, **kwargs)
+
+
+@parametrize("attention, window, words", [
+    (slightly_off, None, "other tokens change log-probs"), (without_spans_in_a_layer, None, "not all layers"),
+    (without_window, 80, "not all layers")])
+def test_wrong_attention_gets_padded_rows(attention, window, words, monkeypatch, capsys):
+    """The window is longer than the rows of the test."""
+    use_attention(monkeypatch, attention)
+    assert not enable_shared_prompts(build("mistral", dict(SMALL, sliding_window=window)))
+    assert words in capsys.readouterr().out
 
 
 @parametrize("keyword", ["softcap", "s_aux", "position_bias"])
@@ -195,11 +198,6 @@ def test_mask_of_longer_rows_is_refused(monkeypatch):
     assert enable_shared_prompts(model)  # the rows of the test are shorter
     with bad_input("masks more than the future"):
         completion_logprobs(model, [(P * 20, GROUPS[0][1])])
-
-
-def test_a_layer_that_is_not_told_its_window_shares_nothing(monkeypatch):
-    use_attention(monkeypatch, lambda shared, *args, sliding_window=None, **kwargs: shared(*args, **kwargs))
-    assert not enable_shared_prompts(build("mistral", dict(SMALL, sliding_window=80)))
 
 
 def test_model_whose_logits_are_nan_is_refused():
@@ -222,15 +220,15 @@ def test_group_outside_the_model_is_refused(prompt, completions, words):
         completion_logprobs(make("llama"), [(prompt, completions)])
 
 
-ROPE = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
-DEFAULT = dict(rope_type="default", rope_theta=1e4)
-LONGROPE = ROPE | dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
+DYNAMIC = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
+LINEAR = DYNAMIC | dict(rope_type="linear")
+LONGROPE = DYNAMIC | dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
 
 
 @parametrize("model_type, config, length", [
-    ("llama", dict(SMALL, rope_parameters=ROPE), 64), ("llama", dict(SMALL, rope_parameters=LONGROPE), 64),
-    ("llama", dict(SMALL, rope_parameters=ROPE | dict(rope_type="linear")), 256),
-    ("gemma3_text", dict(SMALL, rope_parameters=dict(full_attention=LONGROPE, sliding_attention=DEFAULT)), 64),
+    ("llama", dict(SMALL, rope_parameters=DYNAMIC), 64),
+    ("llama", dict(SMALL, rope_parameters=LINEAR), 256),
+    ("gemma3_text", dict(SMALL, rope_parameters=dict(full_attention=LONGROPE, sliding_attention=LINEAR)), 64),
     ("deepseek_v32", dict(index_topk=70), 70), ("doge", dict(keep_window_size=70), 70),
     ("mamba", {}, float("inf"))])
 def test_context_length_by_hand(model_type, config, length):

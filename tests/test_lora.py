@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import GROUPS, bad_input, equal, parametrize
-from runs import (  # noqa: F401
-    LORA, TIED, TOKENIZER, adapt, arguments, distance, load, run, same, save, tiny, weights_of)
+from runs import LORA, TOKENIZER, adapt, arguments, distance, load, run, same, save, tiny  # noqa: F401
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -25,14 +24,13 @@ def with_peft(folder, base=None):
 
 @torch.no_grad()
 def difference(one, two):
-    ids = torch.tensor([[5, 9, 33, 60, 12, 7, 90, 41]])
+    ids = torch.arange(5, 13)[None]
     return (one(ids).logits - two(ids).logits).abs().max().item()
 
 
 @parametrize("ref, checkpointing", [("cache", True), ("swap", False), ("live", True)])
 def test_sft_adapter_is_the_reference_without_dropout(run, ref, checkpointing):
     folder = adapt("dropping", lora_dropout=0.5)
-    assert not list(Path(folder).glob("tokenizer*"))
     one = run(model=folder, ref=ref, gradient_checkpointing=checkpointing, lr=2e-2)
     assert one.history[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert same(one, run(model=folder, lr=2e-2))
@@ -101,12 +99,10 @@ def test_float32_adapter_on_a_bfloat16_base_is_exact(config):
 
 @parametrize("config", [
     dict(peft_type="PREFIX_TUNING", num_virtual_tokens=4),
-    dict(peft_type="ADAPTION_PROMPT", adapter_len=4, adapter_layers=1),
-    dict(peft_type="LORA", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 9])], ids=str)
+    dict(peft_type="LORA", r=4, target_modules=["q_proj"], alora_invocation_tokens=[5, 9])])
 def test_adapter_of_more_than_weights_is_refused(config, tmp_path):
     """Its virtual tokens, or where it begins, would be ignored."""
-    config = peft.get_peft_config(dict(task_type="CAUSAL_LM", **config))
-    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny()), config).save_pretrained(tmp_path)
+    peft.get_peft_config(config | dict(base_model_name_or_path=tiny())).save_pretrained(tmp_path)
     with bad_input("is no LoRA adapter: merge it"):
         load(tmp_path)
 
