@@ -68,17 +68,13 @@ def changed(name, script=None):
 
 @cache
 def patched(name, script):
-    module = module_of(text_of(script, name.split("+")), name, script)
-    if "load_in_4bit" not in name:
-        module.AutoModelForCausalLM = SCRIPTS[script].AutoModelForCausalLM
-    return module
+    return module_of(text_of(script, name.split("+")), name, script)
 
 
 def module_of(text, name, script):
     module = sys.modules[name] = ModuleType(name)
     module.__file__ = SCRIPTS[script].__file__
     exec(compile(text, name, "exec"), vars(module))
-    module.enable_shared_prompts = SCRIPTS[script].enable_shared_prompts
     return module
 
 
