@@ -1052,9 +1052,6 @@ if __name__ == "__main__":
     except (BadInput, KeyboardInterrupt) as error:
         print("dpo.py:", error, file=sys.stderr)
         sys.exit(2)
-    except ModuleNotFoundError as error:
-        error.add_note(f"pip install {error.name}")
-        raise
     except torch.OutOfMemoryError as error:
         error.add_note("lower --tokens_per_forward, add --gradient_checkpointing, or give --samples 0")
         raise

@@ -1200,9 +1200,6 @@ if __name__ == "__main__":
     except (BadInput, KeyboardInterrupt) as error:
         print("rloo.py:", error, file=sys.stderr)
         sys.exit(2)
-    except ModuleNotFoundError as error:
-        error.add_note(f"pip install {error.name}")
-        raise
     except torch.OutOfMemoryError as error:
         error.add_note("lower --tokens_per_forward or --rollout_tokens, or add --gradient_checkpointing")
         raise
