@@ -66,8 +66,8 @@ def data(script):
     return paths
 
 
-def arguments(script="dpo", **changes):
-    """The arguments of a short run, with an output folder of its own."""
+def arguments(script="dpo", module=None, **changes):
+    """The arguments of a short run of a script, or of a patched `module` of it, with an output folder of its own."""
     train, held_out = data(script)
     flags = dict(model=tiny(), data=train, eval_data=held_out, out=f"{FOLDER.name}/out{next(RUNS)}", steps=3,
                  batch_size=3, lr=3e-3, warmup=0.0, save_every=0)
@@ -77,7 +77,7 @@ def arguments(script="dpo", **changes):
         flags |= dict(reward=(f"{reward}:letters",), max_new_tokens=6)
     else:
         flags["samples"] = 0
-    return SCRIPTS[script].Args(**flags | changes)
+    return (module or SCRIPTS[script]).Args(**flags | changes)
 
 
 def without_speed(history):

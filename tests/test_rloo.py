@@ -153,11 +153,12 @@ def test_reward_files_of_one_name_are_two_modules(tmp_path):
     assert sys.modules["json"].dumps
 
 
-def test_reward_file_is_read_anew(tmp_path, monkeypatch):
+def test_reward_file_is_read_anew_and_may_import_what_lies_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", False)  # a cache of bytecode would be old
+    (tmp_path / "beside.py").write_text("SCALE = 100")
     for value in (1, 2):
-        (tmp_path / "rule.py").write_text(f"def f():\n    return {value}")
-        assert rloo.load_module(f"{tmp_path}/rule.py").f() == value
+        (tmp_path / "rule.py").write_text(f"from beside import SCALE\n\ndef f():\n    return {value} * SCALE")
+        assert rloo.load_module(f"{tmp_path}/rule.py").f() == value * 100
 
 
 def test_each_sample_has_columns_of_its_own():
