@@ -16,7 +16,7 @@ import pytest
 import torch
 import tyro
 from models import bad_input, equal, gradient, logps, parametrize, slow_but
-from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, run_until, tiny, weights_of, without_speed
+from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, run_until, same_metrics, tiny, weights_of, without_speed
 from slow_losses import LOSSES, all_losses, assistant_turns, dpo_loss, of_pairs, orpo
 from torch import tensor
 from transformers import AutoModelForSequenceClassification
@@ -184,8 +184,7 @@ def test_compiled_runs_of_each_script_equal_others(monkeypatch, name, flags):
     changed(f"{name}+compile").compile_log_softmax.cache_clear()
     one, other = (without_speed(run(patches, steps=2, **flags)[0]) for patches in (name, f"{name}+compile"))
     assert hasattr(refcache.log_softmax_at, "get_compiler_config") and compiled == {"LlamaMLP", "LlamaRMSNorm"}
-    for values, theirs in zip(one, other, strict=True):
-        assert values == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert same_metrics(one, other)
 
 
 @SLOW
