@@ -22,6 +22,7 @@ import kto
 import rloo
 
 ROOT = Path(dpo.__file__).parent
+REWARDS = ROOT / "tests/rewards.py"
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "demo/model")
 TINY = dict(vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=None, eos_token_id=3)
@@ -35,11 +36,6 @@ needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 BOTH = parametrize("script", ["dpo", "kto"])
 EACH = parametrize("script", SCRIPTS)
 SPEED = {"seconds", "tokens_per_second", "memory_gb"}  # metrics of the machine
-REWARD = '''
-def letters(prompts, completions, **columns):
-    """Any two samples get different rewards."""
-    return [sum(map(ord, completion[0]["content"])) % 101 / 101 for completion in completions]
-'''
 
 
 def save(model, name):
@@ -66,18 +62,16 @@ def data(script):
     return paths
 
 
-def arguments(script="dpo", **changes):
-    """The arguments of a short run, with an output folder of its own."""
+def arguments(script="dpo", module=None, **changes):
+    """The arguments of a short run of a script, or of a patched `module` of it, with an output folder of its own."""
     train, held_out = data(script)
     flags = dict(model=tiny(), data=train, eval_data=held_out, out=f"{FOLDER.name}/out{next(RUNS)}", steps=3,
                  batch_size=3, lr=3e-3, warmup=0.0, save_every=0)
     if script == "rloo":
-        reward = Path(FOLDER.name) / "reward_of_letters.py"
-        reward.write_text(REWARD)
-        flags |= dict(reward=(f"{reward}:letters",), max_new_tokens=6)
+        flags |= dict(reward=(f"{REWARDS}:letters",), max_new_tokens=6)
     else:
         flags["samples"] = 0
-    return SCRIPTS[script].Args(**flags | changes)
+    return (module or SCRIPTS[script]).Args(**flags | changes)
 
 
 def without_speed(history):
@@ -92,16 +86,15 @@ def finished(args, history):
         history=without_speed(history), out=Path(args.out), model=model, args=args, weights=weights_of(model))
 
 
+def run(script="dpo", **changes):
+    """The history, the folder and the saved weights of a run."""
+    return run_once(script, tuple(sorted(changes.items())))
+
+
 @cache
-def done(script, changes):
+def run_once(script, changes):
     args = arguments(script, **dict(changes))
     return finished(args, SCRIPTS[script].main(args))
-
-
-@pytest.fixture
-def run():
-    """run(script, **flags) gives the history, the folder and the saved weights of a run."""
-    return lambda script="dpo", **changes: done(script, tuple(sorted(changes.items())))
 
 
 def run_until(die_at, main, args):
@@ -144,9 +137,12 @@ def weights_of(folder):
 
 def same(one, two, tolerance=1e-5):
     """Whether two runs have the same metrics and the same saved weights, to rounding."""
-    close = [mine == pytest.approx(theirs, abs=tolerance, rel=1e-4)
-             for mine, theirs in zip(one.history, two.history, strict=True)]
-    return all(close) and one.weights.keys() == two.weights.keys() and distance(one, two) < 2 * tolerance
+    return (same_metrics(one.history, two.history, tolerance)
+            and one.weights.keys() == two.weights.keys() and distance(one, two) < 2 * tolerance)
+
+
+def same_metrics(one, two, tolerance=1e-5):
+    return all(mine == pytest.approx(theirs, abs=tolerance, rel=1e-4) for mine, theirs in zip(one, two, strict=True))
 
 
 def distance(one, two):

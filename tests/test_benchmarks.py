@@ -7,6 +7,7 @@ import sys
 import pytest
 from models import parametrize
 from runs import ROOT, load
+from test_scripts import blocks
 
 from refcache import ReferenceCache
 
@@ -14,10 +15,6 @@ from refcache import ReferenceCache
 def start(name, *flags):
     command = [sys.executable, f"{ROOT}/benchmarks/{name}.py", *map(str, flags)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def code_of(page, number=0):
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)[number]
 
 
 @pytest.mark.slow
@@ -49,7 +46,7 @@ def test_cache_becomes_columns_and_a_cache_again(tmp_path):
     groups = [((5, 6), [(7, 8), (9,)]), ((5,), [(7,), (8, 9, 10)])]
     cache, names = ReferenceCache(reference="a"), {}
     cache.compute(load(), groups)
-    exec(code_of("trl.md", 2), names)
+    exec(blocks("docs/trl.md")[2], names)
 
     rows = [dict(prompt_ids=x, chosen_ids=w, rejected_ids=l) for x, (w, l) in groups]
     names["add_columns"](datasets.Dataset.from_list(rows), cache).save_to_disk(tmp_path)
@@ -63,6 +60,6 @@ def test_cache_becomes_columns_and_a_cache_again(tmp_path):
 def test_example_of_trl_page_runs(tmp_path):
     pytest.importorskip("trl")
     (tmp_path / "demo").symlink_to(ROOT / "demo")
-    command = [sys.executable, "-c", code_of("trl.md", 0) + code_of("trl.md", 1)]
+    command = [sys.executable, "-c", "".join(blocks("docs/trl.md")[:2])]
     subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
     assert (tmp_path / "out/trl/checkpoint-10/model.safetensors").exists()

@@ -15,12 +15,12 @@ def changed(idiom):
     return module_of(apply(idiom, (ROOT / "dpo.py").read_text()), "idiom", "dpo")
 
 
-def test_another_optimizer_resumes_bitwise(monkeypatch):
+def test_another_optimizer_resumes_bitwise():
     module = changed(IDIOMS[0])
     flags = dict(steps=4, save_every=2)
     whole = without_speed(module.main(arguments(**flags)))
     assert whole[-1]["loss"] != whole[1]["loss"]
-    assert resumed(monkeypatch, module, arguments(**flags))[0] == whole
+    assert resumed(module, arguments(**flags))[0] == whole
 
 
 def test_metric_of_generated_text():

@@ -63,7 +63,7 @@ def test_equal_rewards_have_no_advantage(loss_type):
     assert advantages.tolist() == [[0.0] * 3] * 2
 
 
-# --- vLLM: a module that stands for it, which draws from the weights it was sent
+# --- vLLM
 
 @pytest.fixture
 def engines(monkeypatch):

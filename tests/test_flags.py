@@ -1,4 +1,4 @@
-"""Flags, a user's own functions, Weights & Biases, and the saved model."""
+"""Flags, Weights & Biases, and the saved model."""
 import json
 import math
 import sys
@@ -95,26 +95,6 @@ def test_folder_without_out_goes_on_or_is_the_next(script, monkeypatch, tmp_path
         (folder / "model").mkdir()
     with bad_input("holds a finished run: name another --out"):
         resolve(script, out=f"out/{script}")
-
-
-# --- A user's own functions
-
-def test_functions_of_a_user_may_start_a_process_pool(tmp_path):
-    """And import files that lie beside theirs."""
-    (tmp_path / "beside.py").write_text("SCALE = 100")
-    (tmp_path / "pooled.py").write_text("""
-from concurrent.futures import ProcessPoolExecutor
-from beside import SCALE
-
-def check(completion):
-    return len(completion) / SCALE
-
-def rate(completions, **columns):
-    with ProcessPoolExecutor(1) as pool:
-        return list(pool.map(check, completions))
-""")
-    score = dpo.load_module(f"{tmp_path}/pooled.py").rate
-    assert score(completions=["good"], prompts=["q"]) == [0.04]
 
 
 def test_wandb_gets_every_line_of_metrics_once_and_finds_the_run_in_the_folder(monkeypatch):

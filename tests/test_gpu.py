@@ -2,7 +2,7 @@
 import pytest
 import torch
 from models import GROUPS, ON_CUDA, SAMPLES, build, make, parametrize, slow, values_and_gradients
-from runs import SCRIPTS, TIED, needs_peft, run, save  # noqa: F401
+from runs import SCRIPTS, TIED, needs_peft, run, save
 from test_swap import assert_swap_is_exact
 
 import refcache
@@ -51,7 +51,7 @@ def test_swap_through_pinned_memory_restores_every_bit():
 
 @parametrize("lora", [{}, pytest.param(dict(lora_r=4), marks=needs_peft)])
 @parametrize("script", SCRIPTS)
-def test_tied_bfloat16_model_agrees_with_its_reference(script, lora, run):
+def test_tied_bfloat16_model_agrees_with_its_reference(script, lora):
     model = save(build("llama", TIED).bfloat16(), "tied-bfloat16")
     history = run(script, model=model, dtype="bfloat16", **lora).history
     assert history[1]["kl" if script == "rloo" else "logratio"] == 0

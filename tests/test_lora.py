@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import GROUPS, bad_input, equal, parametrize
-from runs import LORA, TOKENIZER, adapt, arguments, distance, load, run, same, save, tiny  # noqa: F401
+from runs import LORA, TOKENIZER, adapt, arguments, distance, load, run, same, save, tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -29,13 +29,12 @@ def difference(one, two):
 
 
 @parametrize("ref, checkpointing", [("cache", True), ("swap", False), ("live", True)])
-def test_sft_adapter_is_the_reference_without_dropout(run, ref, checkpointing):
+def test_sft_adapter_is_the_reference_without_dropout(ref, checkpointing):
     folder = adapt("dropping", lora_dropout=0.5)
     one = run(model=folder, ref=ref, gradient_checkpointing=checkpointing, lr=2e-2)
     assert one.history[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert same(one, run(model=folder, lr=2e-2))
     assert abs(one.history[-1]["eval_rewards/margins"]) > 1e-3
-    assert list(Path(one.model).glob("tokenizer*"))
 
 
 @KINDS
@@ -65,7 +64,7 @@ def test_rank_alpha_and_target_are_those_of_the_flags(flags, r, alpha, n, capsys
     assert (config.r, config.lora_alpha, len(names.split())) == (r, alpha, n)
 
 
-def test_a_new_adapter_depends_on_the_seed_only(run):
+def test_a_new_adapter_depends_on_the_seed_only():
     """Not on random numbers that were drawn before."""
     flags = LORA | dict(ref="swap", steps=1, lr=1e-30)
     torch.manual_seed(11)
@@ -113,4 +112,4 @@ def test_new_adapter_on_an_adapter_is_refused():
 
 
 def test_adapter_has_the_learning_rate_of_adapters():
-    assert [dpo.resolve(arguments(model=model, lr=None)).lr for model in (adapt("sft"), tiny())] == [1e-5, 1e-6]
+    assert dpo.resolve(arguments(model=adapt("sft"), lr=None)).lr == 1e-5

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from models import GROUPS, MODELS, bad_input, build, equal, make, parametrize, slow_but
 from runs import ROOT, SCRIPTS, TOKENIZER, arguments, finished, run_until, same, save, tiny
+from test_changes import MOVING, changed
 
 import refcache
 from refcache import ReferenceCache, completion_logprobs, divide_batches
@@ -27,10 +28,12 @@ CASES = {  # what differs between processes: weights, gradients, data, reference
     "dpo-bfloat16": ("dpo", dict(dtype="bfloat16", ref="swap")),
     "kto": ("kto", dict(samples=3)),
     "kto-one-row": ("kto", dict(batch_size=1, model=tiny(1), ref_model=tiny())),  # z is positive
+    "tr_dpo": ("dpo", MOVING),
     "rloo": ("rloo", dict(updates_per_rollout=2)),
     "rloo-one-prompt": ("rloo", dict(batch_size=1)),
     "rloo-truncated": ("rloo", dict(mask_truncated=True)),
 }
+TR_DPO = changed("tr_dpo")  # the forks must have this module
 FAMILIES = ["llama-tied", "glm4-moe-buffer", "gemma2-softcaps", "mamba"]  # models of dpo runs
 
 
@@ -88,7 +91,8 @@ def flags_of(name, **changes):
         model_type, config = MODELS[name]
         model = build(model_type, config | dict(vocab_size=len(TOKENIZER), eos_token_id=3))
         flags = flags | dict(model=save(model, name))
-    return SCRIPTS[script].main, arguments(script, **UNEVEN | flags | changes)
+    module = TR_DPO if name == "tr_dpo" else SCRIPTS[script]
+    return module.main, arguments(script, module, **UNEVEN | flags | changes)
 
 
 @cache

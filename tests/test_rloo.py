@@ -4,14 +4,14 @@ import math
 import sys
 from copy import deepcopy
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from models import bad_input, parametrize
-from runs import FOLDER, ROOT, TOKENIZER, arguments, data, distance, done, read, tiny, weights_of, without_speed
+from rewards import letter_sum
+from runs import REWARDS, ROOT, TOKENIZER, arguments, data, distance, read, run, tiny, weights_of, without_speed
 from slow_losses import model_with_many_ends
 from slow_samples import BETA, add_logps, batch_of
 from torch import tensor
@@ -23,29 +23,9 @@ from rloo import (
     Args, Row, Samples, compute_rewards, leave_one_out, learning_rate, load_reward_model, main, policy_loss, rollout,
     rows_in_order)
 
-DEMO = dict(model=str(ROOT / "demo/model"), max_new_tokens=12)
-MEMORY = dict(tokens_per_forward=60, rollout_tokens=60, gradient_checkpointing=True)  # they change memory only
 MODEL = model_with_many_ends()
 NAN = math.nan
-REWARDS = """
-def constant(completions, **columns):
-    return [0.7] * len(completions)
-
-def infinite(completions, **columns):
-    return [float("-inf")] * len(completions)
-
-def silent_at_step_2(completions, calls=[], **columns):
-    calls.append(len(completions))
-    return [None if calls.count(16) == 2 else i for i in range(len(completions))]
-"""
-FILE = Path(FOLDER.name) / "rewards_of_test_rloo.py"
-FILE.write_text(REWARDS)
 FLAGS = dict(model=MODEL, steps=2, batch_size=4, lr=1e-3, warmup=0.1)
-
-
-def letters(text):
-    """The reward of runs.py."""
-    return sum(map(ord, text)) % 101 / 101
 
 
 def texts_of(samples):
@@ -69,9 +49,9 @@ def rolled(**changes):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rloo, "rollout", spy)
-        run = done("rloo", tuple(sorted((FLAGS | changes).items())))
-    vars(run).setdefault("steps", steps)
-    return run
+        one = run("rloo", **FLAGS | changes)
+    vars(one).setdefault("steps", steps)
+    return one
 
 
 # --- Advantages and loss, by hand
@@ -153,11 +133,12 @@ def test_reward_files_of_one_name_are_two_modules(tmp_path):
     assert sys.modules["json"].dumps
 
 
-def test_reward_file_is_read_anew(tmp_path, monkeypatch):
+def test_reward_file_is_read_anew_and_may_import_what_lies_beside_it(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "dont_write_bytecode", False)  # a cache of bytecode would be old
+    (tmp_path / "beside.py").write_text("SCALE = 100")
     for value in (1, 2):
-        (tmp_path / "rule.py").write_text(f"def f():\n    return {value}")
-        assert rloo.load_module(f"{tmp_path}/rule.py").f() == value
+        (tmp_path / "rule.py").write_text(f"from beside import SCALE\n\ndef f():\n    return {value} * SCALE")
+        assert rloo.load_module(f"{tmp_path}/rule.py").f() == value * 100
 
 
 def test_each_sample_has_columns_of_its_own():
@@ -187,7 +168,7 @@ def test_what_is_no_list_of_numbers_is_refused(value):
 
 def test_step_without_any_reward_trains_nothing():
     """Neither does Adam's momentum."""
-    one, two = (rolled(reward=(f"{FILE}:silent_at_step_2",), steps=steps, schedule="constant") for steps in (1, 2))
+    one, two = (rolled(reward=(f"{REWARDS}:silent_at_step_2",), steps=steps, schedule="constant") for steps in (1, 2))
     assert [values["frac_reward_none"] for values in two.history[1:]] == [0, 1]
     assert math.isnan(two.history[2]["reward"]) and distance(one, two) == 0 < one.history[1]["grad_norm"]
 
@@ -196,7 +177,7 @@ def test_step_without_any_reward_trains_nothing():
     (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 1.0)), "--reward_weights"),
     (dict(max_new_tokens=256), "the model has 256 positions"),
     (dict(reward=("nothing.py:f",)), "expected FILE.py:FUNCTION"),
-    (dict(reward=(f"{FILE}:infinite",)), "infinite returned an infinite reward")])
+    (dict(reward=(f"{REWARDS}:infinite",)), "infinite returned an infinite reward")])
 def test_misuse_is_refused_before_the_policy_is_loaded(changes, words, monkeypatch):
     monkeypatch.setattr(rloo, "load_model", None)
     with bad_input(words):
@@ -246,8 +227,8 @@ def test_bad_reward_models_are_refused(tmp_path):
 # --- Training
 
 @parametrize("changes", [
-    dict(updates_per_rollout=2, temperature=0.8, mask_truncated=True) | DEMO,
-    dict(ref="live", ref_model=tiny(1)) | MEMORY], ids=["demo", "other reference"])
+    dict(model=f"{ROOT}/demo/model", max_new_tokens=12, updates_per_rollout=2, temperature=0.8, mask_truncated=True),
+    dict(ref="live", ref_model=tiny(1), tokens_per_forward=60, rollout_tokens=60, gradient_checkpointing=True)])
 def test_training_equals_a_slow_loop(changes):
     one = rolled(beta=BETA, **changes)
     args = replace(Args(lr=1e-3), **changes)
@@ -255,7 +236,7 @@ def test_training_equals_a_slow_loop(changes):
     policy, reference = map(AutoModelForCausalLM.from_pretrained, (begin, changes.get("ref_model", begin)))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step, samples in enumerate(one.steps, 1):
-        rewards = tensor([list(map(letters, texts)) for texts in texts_of(samples)])
+        rewards = tensor([list(map(letter_sum, texts)) for texts in texts_of(samples)])
         if args.mask_truncated:
             rewards = rewards.where(samples.ended, NAN)
         batch = batch_of(samples, rewards, policy, reference, args.temperature)
@@ -291,8 +272,8 @@ def test_files_hold_the_samples_and_metrics_of_the_run():
     for step, samples in enumerate(one.steps, 1):
         for texts in texts_of(samples):
             of_prompt = dict(step=step, held_out=False, prompt=next(rows)["prompt"])
-            expected += [of_prompt | dict(completion=text, reward=pytest.approx(letters(text))) for text in texts]
-        mean = np.mean([letters(text) for texts in texts_of(samples) for text in texts])
+            expected += [of_prompt | dict(completion=text, reward=pytest.approx(letter_sum(text))) for text in texts]
+        mean = np.mean([letter_sum(text) for texts in texts_of(samples) for text in texts])
         assert one.history[step]["reward"] == one.history[step]["rewards/letters"] == pytest.approx(mean)
     assert [line for line in lines if not line["held_out"]] == expected
 
@@ -339,7 +320,7 @@ def test_steps_0_only_evaluates():
 
 
 @parametrize("flags, are_equal, none_ends", [
-    (dict(reward=(f"{FILE}:constant",)), True, False), (dict(max_new_tokens=3, model=tiny()), False, True)])
+    (dict(reward=(f"{REWARDS}:constant",)), True, False), (dict(max_new_tokens=3, model=tiny()), False, True)])
 def test_what_teaches_nothing_is_said_at_step_1(flags, are_equal, none_ends, capsys):
     values = main(arguments("rloo", **FLAGS | flags))[1]
     assert (values["frac_reward_zero_std"] == 1) == are_equal

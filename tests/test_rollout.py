@@ -10,7 +10,7 @@ from runs import arguments, read
 from torch import tensor
 
 import rloo
-from models import MODELS, SMALL, bad_input, build, parametrize, ready, slow_but
+from models import MODELS, SMALL, bad_input, build, make, parametrize, slow_but
 from refcache import enable_shared_prompts
 from rloo import draw, rollout
 
@@ -29,7 +29,7 @@ QUICK = {"llama", "gpt2", "mistral-window-5", "gemma3-window-6", "mamba", "minim
 
 def model_of(name):
     """A model as load_model leaves it."""
-    model = ready(name) if name in MODELS else build(name, CACHES[name])
+    model = make(name) if name in MODELS else build(name, CACHES[name])
     enable_shared_prompts(model)
     return model
 

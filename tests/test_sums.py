@@ -1,11 +1,11 @@
 """demo/sums.py and demo/get_model.py: data, reward and model of the README's hello world."""
 import json
-import re
 import runpy
 import sys
 
 import pytest
 from runs import ROOT, TOKENIZER, read
+from test_scripts import blocks
 
 SUMS = runpy.run_path(str(ROOT / "demo/sums.py"))
 
@@ -43,9 +43,7 @@ def test_plain_template_ends_answers_and_keeps_prompts():
 
 def test_recipe_of_reasoning_gym(monkeypatch, tmp_path):
     pytest.importorskip("reasoning_gym")
-    page = (ROOT / "docs/recipes.md").read_text()
-    (program,) = re.findall(r"^```python\n(import json\n.*?)^```", page, re.S | re.M)
-    (tmp_path / "gym_task.py").write_text(program)
+    (tmp_path / "gym_task.py").write_text(blocks("docs/recipes.md")[1])
     monkeypatch.chdir(tmp_path)
     runpy.run_path("gym_task.py", run_name="__main__")
     rows = read("gym.jsonl") + read("gym_test.jsonl")
