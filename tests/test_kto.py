@@ -109,3 +109,7 @@ def test_a_weight_that_balances_the_labels_is_advised(capsys, desirable, undesir
 def test_one_label_alone_is_refused(label):
     with bad_input("same label"):
         kto.print_balance([make_row((9,), (5,), label)] * 9, Args())
+
+
+def test_good_and_bad_rows_count_equally_by_default():
+    assert Args().desirable_weight == Args().undesirable_weight == 1
