@@ -149,11 +149,15 @@ def test_strings_beside_a_template_are_reported(load, capsys, script):
 @parametrize("ends", [("s warm.", "s bad."), ("s warm.", ", bad."), (", warm.", "s bad.")])
 def test_token_across_the_boundary_moves_to_both_answers_and_is_counted(load, capsys, ends):
     """Also if it spans the prompt's end in one of them."""
-    row, = load([dict(prompt="The tea wa", chosen=ends[0], rejected=ends[1])])
+    pair = dict(prompt="The tea wa", chosen=ends[0], rejected=ends[1])
+    row, = load([pair])
     assert row.prompt == tuple(TOKENIZER("The tea").input_ids)
     for answer, end in zip((row.chosen, row.rejected), ends):
         assert row.prompt + answer == tuple(TOKENIZER(f"The tea wa{end}{END}", add_special_tokens=False).input_ids)
     assert "; 1 whose prompt ends early" in capsys.readouterr().out
+
+    load([pair], script=kto)  # where each answer has a prompt of its own
+    assert f"; {sum(end[0] == 's' for end in ends)} whose prompt ends early" in capsys.readouterr().out
 
 
 R1 = "{{ bos_token }}" + PLAIN.replace("m.content", "m.content.split('</think>')[-1]").replace(
