@@ -708,7 +708,9 @@ def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]
         if not all(text.startswith(messages) for text in texts):
             counts["dropped: the template writes another prompt where an answer follows"] += 1
             return []
-    kept = [message for message in prompt[:-1] if message["role"] != "assistant"]  # old thoughts may go
+
+    # A template may drop the thoughts of earlier answers, but no other text.
+    kept = [message for message in prompt[:-1] if message["role"] != "assistant"]
     if any(map(drops_text, texts, (kept + prompt[-1:], *answers))):
         counts["with text that the template drops"] += 1
     return [(columns, texts)]

@@ -917,7 +917,9 @@ def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]
     is_begun = prompt[-1]["role"] == "assistant"  # an answer that the samples continue
     text = template_of(columns, tokenizer, args)(
         prompt, add_generation_prompt=not is_begun, continue_final_message=is_begun)
-    kept = [message for message in prompt[:-1] if message["role"] != "assistant"]  # old thoughts may go
+
+    # A template may drop the thoughts of earlier answers, but no other text.
+    kept = [message for message in prompt[:-1] if message["role"] != "assistant"]
     if drops_text(text, kept + prompt[-1:]):
         counts["with text that the template drops"] += 1
     return [(columns, [text])]
