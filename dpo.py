@@ -5,12 +5,13 @@ Rafailov et al. 2023, Direct Preference Optimization, arXiv:2305.18290, equation
     L(θ) = −E log σ( β log π(y_w|x)/π_ref(y_w|x) − β log π(y_l|x)/π_ref(y_l|x) )
 
     python dpo.py  # the demo: offline, 10 s
-    python dpo.py --model Qwen/Qwen3-0.6B --data pairs.jsonl --out out/qwen  # your model, your data
+    python dpo.py --model Qwen/Qwen3-0.6B --data pairs/train.jsonl --eval_data pairs/test.jsonl
 
 The reference π_ref is frozen: its log-probs are computed once, before the policy is loaded, and kept in a
 file. A killed run resumes if the same command is given again. docs/recipes.md has values for lr and β.
 
-Data: `prompt, chosen, rejected`, strings or chat messages; or conversations, `chosen, rejected`:
+Data: JSON Lines with `prompt, chosen, rejected`, all strings or all chat messages. tools/prepare.py writes
+such files from other data:
 
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "chosen": [{"role": "assistant", "content": "4"}], ..}
 
@@ -23,28 +24,23 @@ Metrics: loss, learning_rate, seconds, tokens_per_second, and
     logps/chosen, logps/rejected       log π(y|x)
     logratio, nll/chosen               |log π(y_w|x) − log π_ref(y_w|x)| and −log π(y_w|x), per token
     grad_norm, memory_gb               before clipping; peak of the GPU
-    eval_*, eval_score                 of held-out pairs; the mean of --score
-    samples/distinct, samples/ended    different answers; fraction that ends before max_new_tokens
+    eval_*                             the same of --eval_data
 
-Not here: tensor or pipeline parallelism, images, truncated rows.
+Not here: other formats (tools/prepare.py), samples (rloo.py --steps 0), images, truncated rows.
 """
 import hashlib
-import importlib.util
 import json
 import math
 import os
-import random
-import re
 import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from itertools import chain, islice, takewhile
+from importlib import import_module
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -55,41 +51,27 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from filelock import FileLock, Timeout
+from huggingface_hub import snapshot_download
+from jinja2 import TemplateError  # comes with torch
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_model_state_dict, get_optimizer_state_dict)
-from torch.nn.utils.rnn import pad_sequence
+    StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict)
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from refcache import (
-    BadInput, ReferenceCache, Swap, all_gather, all_reduce, apply_fsdp, barrier, check_agreement,
-    checkpoint_digest, completion_logprobs, context_length, count_tokens, enable_shared_prompts, full_tensor,
-    is_first_process, log_ratios, micro_batches, names_in_float32, process_count, process_group, process_rank,
-    progress_bar, reference_logprobs, sum_tokens, to_device, unsharded, unwrap_model, write_whole)
+    BadInput, ReferenceCache, Swap, all_gather, all_reduce, apply_fsdp, check_agreement, checkpoint_digest,
+    completion_logprobs, context_length, count_tokens, enable_shared_prompts, full_tensor, is_first_process,
+    log_ratios, micro_batches, names_in_float32, process_count, process_group, process_rank, progress_bar,
+    reference_logprobs, sum_tokens, to_device, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
-    model=f"{HERE}/demo/model",
-    data=f"{HERE}/demo/pairs.jsonl",
-    eval_data=f"{HERE}/demo/pairs_test.jsonl",
-    score=f"{HERE}/demo/score.py:success",
-    lr=2e-4,
-)
+    model=f"{HERE}/demo/model", data=f"{HERE}/demo/pairs.jsonl", eval_data=f"{HERE}/demo/pairs_test.jsonl",
+    lr=2e-4)
 Loss = Literal[
-    "sigmoid",
-    "ipo",
-    "rpo_sq",
-    "rpo_fwd_kl",
-    "rpo_bwd_kl",
-    "sigmoid_norm",
-    "apo_zero",
-    "simpo",
-    "sft",
-]
+    "sigmoid", "ipo", "rpo_sq", "rpo_fwd_kl", "rpo_bwd_kl", "sigmoid_norm", "apo_zero", "simpo", "sft"]
 TOKENS = {}  # id -> id, see as_tuple
-ENDINGS = (".jsonl", ".json", ".csv", ".parquet")  # of files
-LOGS = ("metrics.jsonl", "samples.jsonl")
 NO_REFERENCE = {"simpo", "sft"}  # losses that need no reference
 MAY_CHANGE = {  # flags that may differ when a run is resumed
     "out", "ref_cache", "wandb", "tokens_per_forward", "gradient_checkpointing", "save_every", "eval_every",
@@ -99,9 +81,8 @@ MAY_CHANGE = {  # flags that may differ when a run is resumed
 @dataclass
 class Args:
     model: str | None = None  # checkpoint folder or hub name; None: the demo
-    data: str | None = None  # pairs: .jsonl .json .csv .parquet, or hub data NAME[:CONFIG][:SPLIT]
-    eval_data: str | None = None  # held-out pairs; None: they are split off --data
-    eval_size: int = 128  # number of prompts that are split off --data, at most a tenth of them
+    data: str | None = None  # pairs, a .jsonl file of plain rows: see tools/prepare.py
+    eval_data: str | None = None  # held-out pairs, such a file; None: no evaluation
     chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # enable_thinking False
     max_length: int = 1024  # tokens of prompt + answer; longer rows are dropped and counted
     out: str | None = None  # folder of the run; None: out/dpo, or out/dpo-2 if that is finished
@@ -137,9 +118,6 @@ class Args:
 
     save_every: int = 50  # steps between checkpoints, from which a killed run resumes; 0: none
     eval_every: int | None = None  # steps between evaluations; None: only before and after training
-    samples: int = 64  # held-out prompts to answer in each evaluation
-    max_new_tokens: int = 128  # tokens per such answer
-    score: str | None = None  # FILE.py:FUNCTION(prompts, completions, **columns) -> a number per answer
     wandb: bool = False  # log to Weights & Biases, in the project of $WANDB_PROJECT
 
 
@@ -150,8 +128,6 @@ class Row(NamedTuple):
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
     rewards: tuple[float, float]  # of chosen and rejected, for rpo
-    whole_prompt: tuple[int, ...]  # the prompt tokenized alone; longer than `prompt` if a token spans its end
-    columns: dict  # the row of the file, for --score; else empty
 
 
 class Batch(NamedTuple):
@@ -257,10 +233,11 @@ def compute_batch(policy, rows: list[Row], ref_logps) -> Batch:
 def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> dict[str, float]:
     """Mean metrics of a batch. The processes divide its micro-batches. With `train`, adds the gradient."""
     sums = Counter()
-    for indices, weight in micro_batches(policy, groups_of(rows), args.tokens_per_forward):
-        scale = weight / len(rows)  # the parts of all micro-batches add up to the mean over the batch
+    scale = 1 / len(rows)  # the parts of all micro-batches add up to the mean over the batch
+    for indices, n_used in micro_batches(policy, groups_of(rows), args.tokens_per_forward):
         with torch.set_grad_enabled(train):
             batch = compute_batch(policy, [rows[i] for i in indices], ref_logps)
+            batch = Batch(*(values[:n_used] for values in batch))  # empty if only FSDP needs this forward
             loss = weighted_loss(batch, args).sum() * scale
         if train:
             loss.backward()
@@ -273,20 +250,20 @@ def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> di
     return dict(zip(sums, means.tolist()))
 
 
-def evaluate(policy, tokenizer, rows: list[Row], reference, score, step: int, out: Path, args: Args) -> dict:
-    """Mean metrics of held-out rows, and of answers to their prompts."""
-    values = write_samples(policy, tokenizer, rows, score, step, out, args)
+def evaluate(policy, rows: list[Row], reference, args: Args) -> dict[str, float]:
+    """Mean metrics of held-out rows."""
     if not rows:
-        return values
+        return {}
     ref_logps = reference_logprobs(reference, groups_of(rows), args.tokens_per_forward)
     means = run_batch(policy, rows, ref_logps, args, train=False)
-    return values | {f"eval_{name}": value for name, value in means.items()}
+    return {f"eval_{name}": value for name, value in means.items()}
 
 
 # ---- Training --------------------------------------------------------
 
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
+    transformers.utils.logging.disable_progress_bar()  # of loading a model
     with process_group():
         args = resolve(args)
         out = Path(args.out)
@@ -305,7 +282,8 @@ def train(args: Args, out: Path) -> list[dict]:
     """The run: rows, the reference's log-probs, the policy, the loop."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(args.model, args.ref_model)
-    train_rows, eval_rows = load_data(tokenizer, args)
+    train_rows = load_rows(args.data, tokenizer, args)
+    eval_rows = load_rows(args.eval_data, tokenizer, args) if args.eval_data else []
     print("The first row, | before each trained token:")
     print(tokenizer.decode(train_rows[0].prompt), *map(tokenizer.decode, train_rows[0].chosen), sep="|")
 
@@ -319,16 +297,9 @@ def train(args: Args, out: Path) -> list[dict]:
     print(f"{steps} steps of {batch_size} pairs, lr {args.lr:g}, reference: {args.ref}")
 
     run = describe_run(train_rows, eval_rows, args)
-    check_folder(out, run)  # before anything that takes long
-    score = None
-    if args.score and is_first_process():
-        file, _, name = args.score.rpartition(":")
-        score = getattr(load_module(file), name)
-    if score and eval_rows:  # try it on one answer, so that it does not fail after the reference's pass
-        answer = tokenizer.decode(eval_rows[0].chosen, skip_special_tokens=True)
-        score_answers(score, eval_rows[:1], [answer], args)
+    last_step = open_folder(out, run)  # before anything that takes long
 
-    # The reference comes first, so that memory never holds both models.
+    # A cached reference is computed first and freed, so that memory never holds both models.
     reference = None
     if args.ref == "cache":
         digest = run["ref_model's weights"]
@@ -338,10 +309,12 @@ def train(args: Args, out: Path) -> list[dict]:
         load = partial(load_model, args.ref_model, device, args)
         reference.fill(load, groups_of(scored), args.tokens_per_forward, path)  # frees what it has loaded
     if steps == 0:
+        print(f"{path} has the log-probs of {len(reference)} answers")
         return []
 
-    torch.manual_seed(args.seed)  # for a new adapter, and for the samples of step 0
+    torch.manual_seed(args.seed)  # for a new adapter
     policy = load_model(args.model, device, args, trains=True)
+    add_stop_token(policy, tokenizer, train_rows[0].chosen)
     if args.ref == "live":
         reference = nullcontext(load_model(args.ref_model, device, args))
     elif args.ref == "swap":
@@ -354,10 +327,11 @@ def train(args: Args, out: Path) -> list[dict]:
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0}], fused=True)  # the loop sets lr
 
-    last_step = restore_checkpoint(out, run, policy, optimizer)
-    if last_step == 0:
-        values = {"step": 0} | evaluate(policy, tokenizer, eval_rows, reference, score, 0, out, args)
-        append(out / "metrics.jsonl", [values], args.wandb)
+    if last_step:
+        restore_checkpoint(out, last_step, run, policy, optimizer)
+    else:
+        values = {"step": 0} | evaluate(policy, eval_rows, reference, args)
+        append(out / "metrics.jsonl", values, args.wandb)
 
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
@@ -372,26 +346,25 @@ def train(args: Args, out: Path) -> list[dict]:
 
         grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
         values["grad_norm"] = full_tensor(grad_norm).item()
+        if not math.isfinite(values["loss"] + values["grad_norm"]):
+            raise BadInput(f"step {step}: loss or gradient is not finite: lower --lr")
+
         values["learning_rate"] = learning_rate(step, steps, args)
         for group in optimizer.param_groups:
             group["lr"] = values["learning_rate"]
         optimizer.step()
         optimizer.zero_grad()
 
-        weight_norm = full_tensor(torch.nn.utils.get_total_norm(weights)).item()
-        if not math.isfinite(values["loss"] + values["grad_norm"] + weight_norm):
-            raise BadInput(f"step {step}: loss, gradient or weights are not finite: lower --lr")
-
         values["seconds"] = time.monotonic() - began
         values["tokens_per_second"] = count_tokens(groups_of(rows)) / values["seconds"]
         values["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # peak, 0 on a CPU
 
         if step == steps or (args.eval_every and step % args.eval_every == 0):
-            values |= evaluate(policy, tokenizer, eval_rows, reference, score, step, out, args)
-        append(out / "metrics.jsonl", [values], args.wandb)
+            values |= evaluate(policy, eval_rows, reference, args)
+        append(out / "metrics.jsonl", values, args.wandb)
 
         if args.save_every and (step == steps or step % args.save_every == 0):
-            save_checkpoint(out, step, policy, optimizer)
+            save_checkpoint(out, step, run, policy, optimizer)
         progress.set_postfix({name: values[name] for name in ("loss", "tokens_per_second")}, refresh=False)
 
     save_model(policy, tokenizer, out, args)
@@ -417,44 +390,62 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
     return args.lr * factors[args.schedule]
 
 
+def report(out: Path) -> list[dict]:
+    """Prints the metrics of held-out rows, before training and now. Returns all metrics."""
+    history = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    before, now = history[0], history[-1]
+    print(f"{'held out':30}   before      now")
+    for name in before:
+        if name.startswith("eval_") and name in now:
+            print(f"{name:30} {before[name]:8.3f} {now[name]:8.3f}")
+    print(f"see {out}")
+    return history
+
+
 # ---- Flags -----------------------------------------------------------
 
 def resolve(args: Args) -> Args:
-    """A copy of the flags, with those filled in that depend on others. Refuses flags that no run can have."""
-    unset = {}
-    if not (args.model or args.data) and (HERE / "demo").exists():
+    """A copy of the flags in which nothing is left to be chosen. Refuses flags that no run can have."""
+    args = replace(args)
+    if not (args.model or args.data):
         torch.set_num_threads(1)  # the demo's tiny model gains nothing from more
         unset = {flag: value for flag, value in DEMO.items() if vars(args)[flag] is None}
-    args = replace(args, **unset)
+        args = replace(args, **unset)
     if not (args.model and args.data):
         raise BadInput("give both --model and --data, or neither for the demo")
-    if args.batch_size < 1 or args.max_new_tokens < 1:
-        raise BadInput("--batch_size and --max_new_tokens must be at least 1")
+
+    args.ref_model = args.ref_model or args.model
+    check_model(args.model)
+    check_model(args.ref_model)
+    for file in (args.data, args.eval_data):
+        if file and not Path(file).is_file():
+            raise BadInput(f"{file} is no file: tools/prepare.py makes one of other data")
+
+    # A finished run is never changed. A kill at its end may have left a checkpoint.
+    out, n = args.out or "out/dpo", 1
+    while Path(out, "model").exists():
+        remove_checkpoints(Path(out))
+        if args.out:
+            raise BadInput(f"{out} holds a finished run: name another --out")
+        n += 1
+        out = f"out/dpo-{n}"
+    args.out = out
+    if Path(out, "config.json").exists() or Path(out, ".git").exists():
+        raise BadInput(f"--out {out} is a checkpoint or a checkout: name a folder for the run")
 
     # tyro reads only True and False as truth values. Any other word is a string, which counts as true.
     truths = {"true": True, "false": False}
     options = args.chat_template_kwargs.items()
     args.chat_template_kwargs = {name: truths.get(value, value) for name, value in options}
 
-    # Absolute paths: a user's function may change the working directory.
-    args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
-    args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
-    args.ref_cache, args.score = absolute(args.ref_cache), absolute(args.score)
-    out, n = args.out or "out/dpo", 1
-    while args.out is None and Path(out, "model").exists():
-        n += 1
-        out = f"out/dpo-{n}"
-    args.out = absolute(out)
-    if Path(args.out, "model").exists():
-        raise BadInput(f"{args.out} holds a finished run: name another --out")
-    if args.score and not Path(args.score.rpartition(":")[0]).is_file():
-        raise BadInput(f"--score {args.score}: expected FILE.py:FUNCTION, and a file that exists")
-
-    is_adapter = find_path(base_of(args.model)) != args.model
+    is_adapter = base_of(args.model) != args.model
     if args.lora_r and is_adapter:
         raise BadInput("--lora_r makes a new adapter, but --model is one")
     if (args.lora_alpha or args.lora_target) and not args.lora_r:
         raise BadInput("--lora_alpha and --lora_target need --lora_r")
+    if args.lora_r or is_adapter:
+        import_module("peft")  # if it is missing, the error comes before the reference's pass
+
     if args.dtype == "auto":
         args.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if args.lr is None:
@@ -467,363 +458,184 @@ def resolve(args: Args) -> Args:
         raise BadInput(f"--ref {args.ref}: cache, swap, live or none")  # misspelled, it must not mean none
     if args.ref == "swap" and args.ref_model != args.model:
         raise BadInput("--ref swap holds the policy's own start: with --ref_model choose cache or live")
+    if args.steps == 0 and args.ref != "cache":
+        raise BadInput("--steps 0 only fills the cache: it needs --ref cache")
     if len(args.loss_weights) not in (0, len(args.loss)):
         raise BadInput("give one of --loss_weights for each --loss, or none")
 
     # Values that would turn learning off, or around.
     if args.label_smoothing and ("sigmoid" not in args.loss or not 0 < args.label_smoothing < 0.5):
         raise BadInput("--label_smoothing is for --loss sigmoid, and below 0.5")
-    if not (args.lr > 0 and args.beta > 0 and args.epochs > 0):  # `not >` also catches NaN
-        raise BadInput(f"--lr {args.lr:g}, --beta {args.beta:g}, --epochs {args.epochs:g}: must be above 0")
-    if args.lora_r == 0:
-        raise BadInput("--lora_r 0: at least 1; leave it out to train all weights")
-    if args.steps < -1 or not (args.warmup >= 0 and args.max_grad_norm >= 0):
-        raise BadInput("--steps must be at least -1, --warmup and --max_grad_norm at least 0")
+    for flag in ("lr", "beta", "epochs", "batch_size"):
+        if not vars(args)[flag] > 0:  # also NaN
+            raise BadInput(f"--{flag} must be above 0")
+    for flag in ("warmup", "max_grad_norm", "save_every"):
+        if not vars(args)[flag] >= 0:
+            raise BadInput(f"--{flag} must be 0 or more")
+    if args.steps < -1 or args.lora_r == 0:
+        raise BadInput("--steps must be -1 or more, --lora_r 1 or more")
     return args
 
 
-def absolute(path: str | None) -> str | None:
-    return path and str(Path(path).expanduser().absolute())
-
-
-def find_path(name: str | None) -> str | None:
-    """An absolute path, or a name of the hub. A path to nothing is refused before the hub is asked."""
-    if name and Path(name).expanduser().exists():
-        return absolute(name)
-    if name and (name.startswith(("/", ".", "~")) or Path(name).suffix in (*ENDINGS, ".gz", ".txt")):
+def check_model(name: str):
+    """Refuses a folder that is no checkpoint, before the hub is asked for it."""
+    if Path(name, "args.json").exists():
+        raise BadInput(f"{name} is the folder of a run: did you mean {name}/model?")
+    # gpt2 and org/gpt2 are names of the hub. out/gpt2 is a path if the folder out exists.
+    parent = Path(name).parent
+    if not Path(name).exists() and parent.is_dir() and parent != Path("."):
         raise BadInput(f"{name} does not exist")
-    return name
-
-
-# ---- Answers to held-out prompts -------------------------------------
-
-def write_samples(policy, tokenizer, rows: list[Row], score, step: int, out: Path, args: Args) -> dict:
-    """Writes answers to held-out prompts to samples.jsonl. Returns metrics, such as the mean of --score."""
-    # One row for each prompt that leaves room for an answer.
-    longest = context_length(policy.config) - args.max_new_tokens
-    row_of_prompt = {row.whole_prompt: row for row in rows if len(row.whole_prompt) <= longest}
-    rows = list(row_of_prompt.values())[:args.samples]
-    if not rows:
-        print(f"no samples: --samples 0, or no held-out prompt with room for {args.max_new_tokens} tokens")
-        return {}
-
-    prompts = [row.whole_prompt for row in rows]
-    answers = generate(policy, tokenizer, prompts, args)
-    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
-    n_ended = sum(len(answer) < args.max_new_tokens for answer in answers)
-    values = {"samples/distinct": len(set(texts)), "samples/ended": n_ended / len(answers)}
-
-    scores = [None] * len(rows)
-    if score:
-        scores = score_answers(score, rows, texts, args)
-        values["eval_score"] = float(np.mean([value for value in scores if value is not None]))
-    lines = []
-    for prompt, text, value in zip(prompts, texts, scores):
-        lines.append(dict(step=step, prompt=tokenizer.decode(prompt), completion=text, score=value))
-    append(out / "samples.jsonl", lines)
-    return values
-
-
-@torch.no_grad()
-def generate(policy, tokenizer, prompts: list[tuple], args: Args) -> list[tuple]:
-    """Token ids of one sample for each prompt, at temperature 1, without its stop token."""
-    core = unwrap_model(policy)
-    own_config = core.generation_config
-    own_stops = np.atleast_1d(own_config.eos_token_id).tolist()  # of a number, a list or None
-    stops = {tokenizer.eos_token_id, *own_stops} - {None}
-    core.generation_config = GenerationConfig()  # else generate() would use repetition_penalty, min_p, ..
-
-    answers = []
-    try:
-        with unsharded(policy):
-            for start in progress_bar(range(0, len(prompts), 64), desc="answer", delay=1):
-                ids = [torch.tensor(prompt) for prompt in prompts[start:start + 64]]
-                ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
-                ids = ids.to(policy.device)
-                sampled = core.generate(
-                    ids.clamp(min=0), attention_mask=(ids >= 0).long(), do_sample=True, top_k=0,
-                    max_new_tokens=args.max_new_tokens, eos_token_id=sorted(stops), pad_token_id=0)
-                for row in sampled[:, ids.shape[1]:].tolist():
-                    answers.append(tuple(takewhile(lambda token: token not in stops, row)))
-    finally:
-        core.generation_config = own_config
-    return answers
-
-
-def load_module(file: str):
-    """A user's file, as it is now, as a module. By the module's name a process pool finds its functions."""
-    path = os.path.abspath(file)
-    sys.path.insert(0, os.path.dirname(path))  # for its own imports, and for those of the pool
-    name = Path(path).stem
-    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != path:
-        name += "_"  # another module has this name
-
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
-    sys.modules[name] = module
-    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))  # a cache of bytecode may be old
-    return module
-
-
-def score_answers(score, rows: list[Row], texts: list[str], args: Args) -> list[float | None]:
-    """What --score returns for answers to the prompts of these rows. It is called as TRL calls a reward."""
-    names = set().union(*(row.columns for row in rows))
-    columns = {name: [deepcopy(row.columns.get(name)) for row in rows] for name in names}  # copies
-    prompts = columns.pop("prompt")
-    completions = []
-    for prompt, text in zip(prompts, texts):
-        completions.append(text if isinstance(prompt, str) else [{"role": "assistant", "content": text}])
-
-    values = score(**columns | dict(prompts=prompts, completions=completions))
-    values = list(values) if isinstance(values, Iterator) else values
-    if isinstance(values, dict | set | str) or len(values) != len(texts):
-        raise BadInput(f"{args.score} returned {str(values)[:99]}: expected {len(texts)} numbers or None")
-    return [None if value is None else float(value) for value in values]
-
-
-def report(out: Path) -> list[dict]:
-    """Prints three answers and the metrics of held-out rows, before training and now. Returns all metrics."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    samples = [json.loads(line) for line in (out / "samples.jsonl").open()]
-    now = [sample for sample in samples if sample["step"] == history[-1]["step"]]
-    for old, new in zip(samples[:3], now):  # their prompts are the same
-        prompt = new["prompt"]
-        print("prompt ", repr(prompt if len(prompt) <= 80 else "…" + prompt[-79:]))  # its end is answered
-        print("before ", repr(old["completion"][:100]))
-        print("now    ", repr(new["completion"][:100]))
-
-    print(f"{'held out':31} before      now")
-    for name in list(history[0])[1:]:  # all but the step
-        values = [history[0][name], history[-1].get(name)]
-        cells = [f"{value:8.3f}" if isinstance(value, int | float) else str(value) for value in values]
-        print(f"{name:30}", *cells)
-    print(f"see {out}")
-    return history
 
 
 # ---- Data ------------------------------------------------------------
 
-def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
-    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
-    rows = load_rows(args.data, tokenizer, args)
-    if args.eval_data:
-        eval_rows = load_rows(args.eval_data, tokenizer, args)
-    else:
-        prompts = sorted({row.whole_prompt for row in rows})
-        n = min(args.eval_size, len(prompts) // 10)
-        held_out = set(random.Random(0).sample(prompts, n))  # --seed changes nothing here
-        eval_rows = [row for row in rows if row.whole_prompt in held_out]
-        rows = [row for row in rows if row.whole_prompt not in held_out]
+def load_rows(file: str, tokenizer, args: Args) -> list[Row]:
+    """The pairs of a file as token ids. Those that cannot be trained on are dropped and counted."""
+    config = AutoConfig.from_pretrained(base_of(args.model))
+    limit = "the model's context" if args.max_length == context_length(config) else "--max_length"
+    needs_rewards = any(name.startswith("rpo") for name in args.loss)
 
-    prompts = {row.whole_prompt for row in rows}
-    n_known = sum(row.whole_prompt in prompts for row in eval_rows)
-    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out ({n_known} with a prompt of the former)")
-
-    config = AutoConfig.from_pretrained(base_of(args.model)).get_text_config()
-    largest = max(max(row.whole_prompt + row.chosen + row.rejected) for row in rows + eval_rows)
-    if largest >= config.vocab_size:
-        raise BadInput(f"{args.model} has no embedding for token {largest} of its tokenizer")
-    return rows, eval_rows
-
-
-def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
-    """The rows of a file or of hub data. Rows that cannot be trained on are dropped and counted."""
     rows = []
     counts = Counter(rows=0)
-    needs_rewards = any(name.startswith("rpo") for name in args.loss)
-    for columns, (prompt, with_chosen, with_rejected) in tokenize_rows(source, tokenizer, args, counts):
-        # The prompt gets no loss. It ends where the three sequences begin to differ.
-        end = common_length(prompt, with_chosen, with_rejected)
-        if end < len(prompt):
-            counts["whose prompt ends early: a token spans its end, or the template changes it"] += 1
-
+    tokenized = tokenize_rows(file, ("chosen", "rejected"), tokenizer, args, counts)
+    for columns, (prompt, with_chosen, with_rejected) in tokenized:
         rewards = (0.0, 0.0)
         if needs_rewards:
-            rewards = (columns.get("chosen_reward"), columns.get("rejected_reward"))
+            rewards = columns.get("chosen_reward"), columns.get("rejected_reward")
         if None in rewards:
-            raise BadInput(f"{source}: --loss rpo_.. needs numbers in chosen_reward and rejected_reward")
-        whole_prompt = as_tuple(prompt)
-        row = Row(
-            whole_prompt[:end], as_tuple(with_chosen[end:]), as_tuple(with_rejected[end:]), rewards=rewards,
-            whole_prompt=whole_prompt, columns=columns if args.score else {})
-        if not (row.prompt and row.chosen and row.rejected) or row.chosen == row.rejected:
-            counts["dropped: equal answers, or one that begins the other"] += 1
-        elif len(row.prompt) + max(len(row.chosen), len(row.rejected)) > args.max_length:
-            counts[f"dropped: longer than {args.max_length} tokens"] += 1
+            raise BadInput(f"{file}: --loss rpo_.. needs numbers in chosen_reward and rejected_reward")
+
+        # The prompt gets no loss. It ends where the three sequences begin to differ.
+        end = common_length(prompt, with_chosen, with_rejected)
+        row = Row(prompt[:end], with_chosen[end:], with_rejected[end:], rewards)
+        if row.chosen == row.rejected or not row.prompt:
+            counts["dropped: equal answers"] += 1
+        elif not (has_text(row.chosen, tokenizer) and has_text(row.rejected, tokenizer)):
+            counts["dropped: an answer without text, or one that begins the other"] += 1
+        elif max(len(with_chosen), len(with_rejected)) > args.max_length:
+            counts[f"dropped: longer than {args.max_length} tokens, {limit}"] += 1
+        elif max(with_chosen + with_rejected) >= config.get_text_config().vocab_size:
+            raise BadInput(f"{args.model} has no embedding for some tokens of its tokenizer")
         else:
             rows.append(row)
 
-    print(f"{source}: {len(rows)} of", "; ".join(f"{count} {note}" for note, count in counts.items()))
+    counted = "; ".join(f"{count} {note}" for note, count in counts.items())
+    print(f"{file}: {len(rows)} of {counted}")
     if len(rows) < max(1, counts["rows"] / 2):
-        raise BadInput(f"{source}: too few rows")
+        raise BadInput(f"{file}: fewer than half of the rows are left: {len(rows)} of {counted}")
     return rows
 
 
-def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
-    """Yields the columns of each row, and the token ids of its texts: the prompt, and it with each answer."""
+def tokenize_rows(file: str, names: tuple[str, ...], tokenizer, args: Args, counts: Counter):
+    """Yields (row, sequences): the token ids of the prompt, and of the prompt with each answer. `names` are
+    the columns of the answers."""
     plain = tokenizer("a", add_special_tokens=False).input_ids
     full = tokenizer("a").input_ids
-    bos = full[:full.index(plain[0])] if plain else []  # what the tokenizer puts before a text
+    bos = as_tuple(full[:full.index(plain[0])] if plain else [])  # what the tokenizer puts before a text
 
-    lines = iter(progress_bar(read_rows(source), desc="tokenize"))
-    while batch := list(islice(lines, 350)):
-        rendered = []
-        for line in batch:
-            counts["rows"] += 1
-            try:
-                columns = json.loads(line) if isinstance(line, str) else line
-                rendered += render(columns, tokenizer, args, counts)
-            except Exception as error:  # of JSON, of these columns, or of the chat template
-                raise BadInput(f"{source}, row {counts['rows']}: {error}") from error
+    rows = iter(progress_bar(read_rows(file, ("prompt", *names)), desc="tokenize"))
+    while batch := list(islice(rows, 350)):
+        counts["rows"] += len(batch)
+        texts = [render(row, names, tokenizer, args, counts) for row in batch]
 
         # One call for about 1,000 texts, which the tokenizer divides over the cores.
-        texts = chain(*(texts for _, texts in rendered))
         options = dict(add_special_tokens=False, return_attention_mask=False, verbose=False)
-        all_ids = iter(tokenizer([*texts, ""], **options).input_ids)
-        for columns, texts in rendered:
-            sequences = [next(all_ids) for _ in texts]
-            if isinstance(columns["prompt"], str):  # a chat template writes BOS
+        all_ids = iter(tokenizer([*chain(*texts), ""], **options).input_ids)
+        for row, texts_of_row in zip(batch, texts):
+            sequences = [as_tuple(next(all_ids)) for _ in texts_of_row]
+            if isinstance(row["prompt"], str):  # a chat template writes BOS
                 sequences = [ids if ids[:len(bos)] == bos else bos + ids for ids in sequences]
-            yield columns, sequences
+            if sequences:
+                yield row, sequences
 
 
-def read_rows(source: str):
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. JSON Lines stay lines."""
-    ending = Path(source).suffix
-    if Path(source).is_file() and ending not in ENDINGS:
-        raise BadInput(f"{source}: expected a file that ends with {', '.join(ENDINGS)}")
-    if ending in (".jsonl", ".json"):
-        with open(source, encoding="utf-8-sig") as file:
-            lines = [line for line in file if line.strip()]
-        is_list = bool(lines) and lines[0].startswith("[")  # one JSON list, on any number of lines
-        return json.loads("".join(lines)) if is_list else lines
+def read_rows(file: str, names: tuple[str, ...]) -> list[dict]:
+    """The rows of a file of JSON Lines. The columns `names` must hold only strings or only messages."""
+    rows = []
+    with open(file, encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                kinds = {name: kind_of(row.get(name)) for name in names}
+            except (ValueError, AttributeError):  # no JSON, or no object
+                raise BadInput(f"{file}, line {number} is not a row of JSON: {line.strip()[:50]!r}") from None
+            if set(kinds.values()) not in ({"a string"}, {"messages"}):
+                found = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
+                raise BadInput(f"{file}, line {number}: {found}: tools/prepare.py makes plain rows")
+            rows.append(row)
 
-    import datasets
-    if ending in ENDINGS:
-        options = {"keep_default_na": False} if ending == ".csv" else {}  # else an answer "None" is a null
-        return datasets.load_dataset(ending[1:], data_files=source, split="train", **options)
-    names, bracket, part = source.partition("[")  # a split may be a slice, train[:1000]
-    name, *config = names.split(":")
-    split = config.pop() if config else "train"
-    return datasets.load_dataset(name, *config, split=split + bracket + part)
-
-
-def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]:
-    """[(columns, texts)] of a row: the prompt, and the prompt with each answer. [] if one is empty."""
-    prompt, *answers = split_prompt(columns)
-    if any(not "".join(texts_in(part)).strip() for part in (prompt, *answers)):
-        counts["dropped: an empty prompt or answer"] += 1
-        return []
-    columns = columns | {"prompt": prompt}
-
-    if isinstance(prompt, str):  # strings end with EOS, chats as their template ends them
-        eos = tokenizer.eos_token
-        if not eos:
-            raise ValueError("strings need an EOS token, which this tokenizer has not")
-        if tokenizer.chat_template:
-            counts["strings, without the chat template; see demo/prepare_chat.py"] += 1
-        return [(columns, [prompt, *(prompt + answer.removesuffix(eos) + eos for answer in answers)])]
-
-    apply_template = template_of(columns, tokenizer, args)
-    texts = [apply_template(prompt, add_generation_prompt=True)]
-    texts += [apply_template(prompt + answer) for answer in answers]
-
-    # A template may write other messages where an answer follows. Then some of them would get a loss.
-    if not all(text.startswith(texts[0]) for text in texts):
-        messages = apply_template(prompt)  # without the beginning of an answer
-        if not all(text.startswith(messages) for text in texts):
-            counts["dropped: the template writes another prompt where an answer follows"] += 1
-            return []
-
-    # A template may drop the thoughts of earlier answers, but no other text.
-    kept = [message for message in prompt[:-1] if message["role"] != "assistant"]
-    if any(map(drops_text, texts, (kept + prompt[-1:], *answers))):
-        counts["with text that the template drops"] += 1
-    return [(columns, texts)]
+    if not rows:
+        raise BadInput(f"{file} is empty")
+    return rows
 
 
-def template_of(columns: dict, tokenizer, args: Args):
-    """The chat template as a function of messages, with the tools and the options of a row."""
-    tools = without_nulls(columns.get("tools")) or []
-    if isinstance(tools, str):
-        tools = json.loads(tools)
-    tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]  # some files hold strings
-    options = args.chat_template_kwargs | without_nulls(columns.get("chat_template_kwargs") or {})
-    return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools or None, **options)
-
-
-def drops_text(rendered: str, messages: list[dict]) -> bool:
-    """Whether a text of these messages is missing in what the template has written."""
-    noise = re.compile(r"\\[nrt]|\W")  # what a template changes when it strips a text or writes it as JSON
-    written = noise.sub("", rendered)
-    return any(noise.sub("", text) not in written for text in texts_in(messages))
-
-
-def split_prompt(columns: dict) -> tuple:
-    """prompt, chosen, rejected: strings, or lists of messages. The answers do not repeat the prompt."""
-    chosen, rejected = read_text(columns, "chosen"), read_text(columns, "rejected")
-    is_chat = isinstance(chosen, list) or isinstance(rejected, list)
-    if "prompt" not in columns and not is_chat:
-        raise ValueError("strings need a column 'prompt', which demo/prepare_chat.py --strings adds")
-    prompt = read_text(columns, "prompt") if columns.get("prompt") else ""
-
-    if is_chat:
-        chosen, rejected = chosen or [], rejected or []  # null beside messages
-        shared = list(chosen[:common_length(chosen, rejected)])
-        question = {"role": "user", "content": prompt}
-        if not prompt or question in shared:  # the prompt is what both conversations begin with
-            prompt = shared
-        elif isinstance(prompt, str):
-            prompt = [question]
-
-        n = len(prompt)
-        if chosen[:n] == rejected[:n] == prompt:
-            chosen, rejected = chosen[n:], rejected[n:]
-    if not type(prompt) is type(chosen) is type(rejected):
-        raise ValueError("strings and messages are mixed: expected one kind in prompt, chosen and rejected")
-    if is_chat and any(message["role"] in ("user", "system") for message in chosen + rejected):
-        raise ValueError("an answer contains a user or system message: try it without 'prompt'")
-    return prompt, chosen, rejected
-
-
-def read_text(columns: dict, name: str) -> str | list[dict]:
-    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is empty."""
-    if name not in columns:
-        raise ValueError(f"has no column {name!r}: it has {', '.join(columns)}")
-    text = without_nulls(columns[name]) or ""  # a copy
+def kind_of(text) -> str:
+    """What a column holds: a string, messages, or something else, which is shown."""
     if isinstance(text, str):
-        return text
-
-    if not isinstance(text, list) or any("role" not in message for message in text):
-        raise ValueError(f"{name} is {text!r:.99}: expected a string, or a list of messages with a role")
-    for message in text:
-        if message.get("tool_calls") == []:  # some templates take an empty list for calls
-            del message["tool_calls"]
-        parts = message.get("content")
-        if isinstance(parts, list):
-            if any(part.get("type", "text") != "text" for part in parts):
-                raise ValueError(f"{name} has {parts!r:.99}: expected only parts of type text")
-            message["content"] = "".join(part["text"] for part in parts)
-    return text
+        return "a string"
+    try:
+        texts = [message["role"] + (message.get("content") or "") for message in text]
+    except (TypeError, KeyError, AttributeError):
+        texts = []
+    return "messages" if texts else f"{text!r:.60}"
 
 
-def texts_in(value) -> list[str]:
-    """The texts of a string or of messages, at any depth."""
-    if isinstance(value, dict):
-        value = [item for name, item in value.items() if name not in ("role", "type", "id", "tool_call_id")]
-    if isinstance(value, list):
-        return list(chain(*map(texts_in, value)))
-    return [value] if isinstance(value, str) else []
+def render(row: dict, names: tuple[str, ...], tokenizer, args: Args, counts: Counter) -> list[str]:
+    """The prompt, and the prompt with each answer, as the model reads them. [] if the row is dropped."""
+    prompt, answers = row["prompt"], [row[name] for name in names]
+    if isinstance(prompt, str):
+        if tokenizer.chat_template:
+            counts["strings, to which the chat template is not applied"] += 1
+        specials = tuple(special_tokens(tokenizer))
+        ends = ["" if answer.rstrip().endswith(specials) else tokenizer.eos_token for answer in answers]
+        if any(ends):
+            counts[f"with {tokenizer.eos_token} added"] += 1
+        return [prompt, *(prompt + answer + end for answer, end in zip(answers, ends))]
+
+    tools = row.get("tools") or []
+    options = args.chat_template_kwargs | (row.get("chat_template_kwargs") or {})
+    apply_template = partial(tokenizer.apply_chat_template, tokenize=False, tools=tools or None, **options)
+    try:
+        texts = [apply_template(prompt, add_generation_prompt=True)]
+        texts += [apply_template(prompt + answer) for answer in answers]
+    except TemplateError as error:
+        counts[f"dropped: the template says {error}"] += 1
+        return []
+
+    # A template may write the prompt's messages otherwise where an answer follows: they would get a loss.
+    beginning = os.path.commonprefix(texts)
+    if beginning != texts[0] and not beginning.startswith(apply_template(prompt)):
+        counts["dropped: the template writes another prompt where an answer follows"] += 1
+        return []
+
+    # Earlier answers are not looked up: a template may drop their thoughts.
+    kept = [message for message in prompt[:-1] if message["role"] != "assistant"]
+    parts = [kept + prompt[-1:], *answers]
+    if any(leaves_out(text, part, tools) for text, part in zip(texts, parts)):
+        counts["of which the template leaves out text or tools, see tools/prepare.py --model"] += 1
+    return texts
 
 
-def without_nulls(value):
-    """A JSON value without keys that are null, at any depth: files of columns fill them in."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    if not isinstance(value, str | int | float | None):  # a template would write "<datetime>"
-        raise ValueError(f"{value!r:.99} is no JSON value: give it as a string, for example in a .jsonl file")
-    return value
+def leaves_out(rendered: str, messages: list[dict], tools: list[dict]) -> bool:
+    """Whether a text of these messages, or the name of a tool, is not in what the template has written."""
+    words = [message.get("content") or "" for message in messages]
+    calls = chain(*(message.get("tool_calls") or [] for message in messages))
+    words += [call.get("function", call)["name"] for call in [*calls, *tools]]
+    return any(word.strip() not in rendered for word in words)
+
+
+@cache
+def special_tokens(tokenizer) -> dict[str, int]:
+    """The text and the id of each special token."""
+    tokens = tokenizer.added_tokens_decoder.items()
+    return {token.content: i for i, token in tokens if token.special}
+
+
+def has_text(answer: tuple[int, ...], tokenizer) -> bool:
+    """Whether there is more in an answer than special tokens."""
+    return len(answer) > 8 or tokenizer.decode(answer, skip_special_tokens=True).strip() != ""
 
 
 def common_length(*sequences) -> int:
@@ -904,8 +716,23 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     for part, module in model.named_modules():
         if trains and part.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads the trained weights into a copy of it, which must be float32
-    return peft.PeftModel.from_pretrained(
+    model = peft.PeftModel.from_pretrained(
         model, name, is_trainable=trains, autocast_adapter_dtype=trains)  # float32 weights train
+    missing = set(peft.get_peft_model_state_dict(model)) - set(peft.utils.load_peft_weights(name, "cpu"))
+    if missing:  # they would be those of a new adapter
+        raise BadInput(f"{name} has no weights for {min(missing)}")
+    return model
+
+
+def add_stop_token(model, tokenizer, answer: tuple[int, ...]):
+    """Lets the saved model stop at the last special token of an answer, if it does not already."""
+    specials = [token for token in answer if token in special_tokens(tokenizer).values()]
+    config = unwrap_model(model).generation_config
+    stops = [stop for stop in np.atleast_1d(config.eos_token_id).tolist() if stop is not None]
+    if specials and specials[-1] not in stops:
+        end = tokenizer.decode(specials[-1:])
+        print(f"Answers end with {end}, where the model would not stop. out/model will, but no adapter.")
+        config.eos_token_id = [*stops, specials[-1]]
 
 
 # ---- Files of a run --------------------------------------------------
@@ -925,100 +752,97 @@ def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dic
     return run
 
 
-def check_folder(out: Path, run: dict):
-    """Refuses a folder that holds another run, or logs of another program."""
-    file = out / "args.json"
-    if file.exists():
-        saved = json.loads(file.read_text())
+def open_folder(out: Path, run: dict) -> int:
+    """Returns the step after which the run in this folder resumes, or 0, and cuts the logs to this step.
+    Refuses the folder of another run."""
+    file, log = out / "args.json", out / "metrics.jsonl"
+    last_step = max(checkpoints(out), default=0)
+    if log.exists() and log.stat().st_size:  # else there is nothing to lose
+        saved = json.loads(file.read_text()) if file.exists() else {}
+        script = saved.get("script", "another program")
+        if script != run["script"]:
+            raise BadInput(f"{out} holds a run of {script}: name another --out")
         differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
         if differing:
             raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
-    elif any((out / log).exists() for log in LOGS):
-        raise BadInput(f"{out} has logs, but not of a run of this script: name another --out")
 
-
-def training_state(policy, optimizer) -> dict:
-    """What a step changes: weights and their optimizer state, in place. A number, such as the step that some
-    optimizers count, becomes a tensor."""
-    state = {}
-    for name, weight in policy.named_parameters():  # a tied weight once
-        if weight.requires_grad:
-            state[name] = weight
-            for key, value in optimizer.state[weight].items():
-                state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
-    return state
+    if is_first_process():
+        write_whole(file, [json.dumps(run, indent=1).encode()])
+        lines = log.read_bytes().splitlines(keepends=True) if last_step and log.exists() else []
+        kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= last_step]
+        write_whole(log, kept)  # the lines of later steps will be written again
+        if run["wandb"]:
+            import wandb
+            wandb.init(name=out.name, dir=out, config=run, resume="auto")
+    return last_step
 
 
 def checkpoints(out: Path) -> set[int]:
     """The steps of complete checkpoints, out/resume-STEP. Other names are the user's."""
-    steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
+    steps = [file.parent.name.removeprefix("resume-") for file in out.glob("resume-*/.metadata")]
     return {int(step) for step in steps if step.isdigit()}
 
 
-def save_checkpoint(out: Path, step: int, policy, optimizer):
-    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
+def training_state(policy, optimizer, run: dict, step: int) -> dict:
+    """What a step changes, and which run and step it is: what a checkpoint holds."""
+    options = StateDictOptions(ignore_frozen_params=True)
+    weights, moments = get_state_dict(policy, optimizer, options=options)
+    fixed = {name: value for name, value in run.items() if name not in MAY_CHANGE}
+    return {"weights": weights, "optimizer": moments, "run": json.dumps(fixed), "step": step}
+
+
+def save_checkpoint(out: Path, step: int, run: dict, policy, optimizer):
+    """Writes out/resume-STEP, which gets its name when it is complete. Removes older ones."""
+    writer = dcp.FileSystemWriter(out / ".resume", overwrite=True)  # that of a killed save
+    dcp.save(training_state(policy, optimizer, run, step), storage_writer=writer)
+    if is_first_process():
+        os.replace(out / ".resume", out / f"resume-{step}")
+        remove_checkpoints(out, all_but=step)
+
+
+def restore_checkpoint(out: Path, step: int, run: dict, policy, optimizer):
+    """Restores out/resume-STEP. Refuses that of another run."""
     folder = out / f"resume-{step}"
-    shutil.rmtree(folder, ignore_errors=True)  # of a killed save
-    barrier()
-    state = training_state(policy, optimizer)
-    files = {name: 1 + n // 64 for n, name in enumerate(state)}  # the writer holds a whole file in memory
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
+    state = training_state(policy, optimizer, run, step)
+    found = {"run": "", "step": 0}
+    dcp.load(found, checkpoint_id=folder)
+    if found != {"run": state["run"], "step": step}:
+        raise BadInput(f"{folder} is a checkpoint of another run: move it away")
 
-    if is_first_process():
-        write_whole(folder / "run.json", [b"{}"])  # marks the folder as complete
-        for other in checkpoints(out) - {step}:
-            shutil.rmtree(out / f"resume-{other}")
+    # A weight that had no gradient yet has no saved state of the optimizer. get_state_dict has made one.
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    moments = state["optimizer"]["state"]
+    for name in list(moments):
+        if not any(f"optimizer.state.{name}.{key}" in saved for key in moments[name]):
+            del moments[name]
 
-
-def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
-    """Restores the newest checkpoint, and cuts the logs to its step. Returns it, or 0."""
-    step = max(checkpoints(out), default=0)
-    if step:
-        get_optimizer_state_dict(policy, optimizer)  # creates the optimizer's state, for dcp.load to fill in
-        reader = dcp.HuggingFaceStorageReader(out / f"resume-{step}")
-        saved = reader.read_metadata().state_dict_metadata.keys()
-        state = training_state(policy, optimizer)
-        unsaved = {name for name in state if name.startswith("optimizer.")} - saved
-        state = {name: value for name, value in state.items() if name not in unsaved}
-        dcp.load(state, storage_reader=reader)
-
-        for name, weight in policy.named_parameters():
-            for key, value in list(optimizer.state.get(weight, {}).items()):
-                place = f"optimizer.{name}.{key}"
-                if place in unsaved:  # this weight had no gradient yet
-                    del optimizer.state[weight][key]
-                elif not torch.is_tensor(value):
-                    optimizer.state[weight][key] = state[place].item()
-        print(f"resumes after step {step}")
-
-    if is_first_process():
-        write_whole(out / "args.json", [json.dumps(run, indent=1).encode()])
-        for log in LOGS:  # the lines of later steps will be written again
-            lines = (out / log).read_bytes().splitlines(keepends=True) if step else []
-            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
-            write_whole(out / log, kept)
-        if run["wandb"]:
-            import wandb
-            wandb.init(name=out.name, dir=out, config=run, resume="auto")
-    return step
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        policy, optimizer, model_state_dict=state["weights"], optim_state_dict=state["optimizer"],
+        options=StateDictOptions(ignore_frozen_params=True, strict=False))
+    print(f"resumes after step {step}")
 
 
-def append(log: Path, lines: list[dict], to_wandb=False):
-    """Adds lines to a log, on the disk before a checkpoint of their step is, and to Weights & Biases."""
+def remove_checkpoints(out: Path, all_but: int | None = None):
+    for step in checkpoints(out) - {all_but}:
+        shutil.rmtree(out / f"resume-{step}", ignore_errors=True)  # another process may be quicker
+
+
+def append(log: Path, values: dict, to_wandb: bool):
+    """Adds a line to the log, on the disk before a checkpoint of its step is, and to Weights & Biases."""
     if not is_first_process():
         return
     with open(log, "a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.write(json.dumps(values, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
     if to_wandb:
         import wandb
-        for line in lines:
-            wandb.log(line, step=line["step"])
+        wandb.log(values, step=values["step"])
 
 
 def save_model(model, tokenizer, out: Path, args: Args):
-    """Writes out/model, the model or adapter in the dtype of forward passes. Then the run is finished."""
+    """Writes out/model, the model or adapter in the dtype of forward passes. It marks the run as finished."""
     state = get_model_state_dict(model, options=StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=True))
     if not is_first_process():
@@ -1033,17 +857,21 @@ def save_model(model, tokenizer, out: Path, args: Args):
             state[name] = converted.setdefault(key, weight.to(getattr(torch, args.dtype)))
 
     hidden = out / ".model"
-    shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     model.save_pretrained(hidden, state_dict=state)
     tokenizer.save_pretrained(hidden)
     if model is core:  # no adapter: the config still names the dtype of training
         core.config.dtype = args.dtype
         core.config.save_pretrained(hidden)
 
+    pattern = "*processor_config.json"  # of a model that reads images, too
+    base = base_of(args.model)
+    folder = base if Path(base).is_dir() else snapshot_download(base, allow_patterns=pattern)
+    for file in Path(folder).glob(pattern):
+        shutil.copy(file, hidden)
+
     os.sync()  # all of it is on the disk before the folder gets its name
     os.replace(hidden, out / "model")
-    for step in checkpoints(out):
-        shutil.rmtree(out / f"resume-{step}")
+    remove_checkpoints(out)
 
 
 if __name__ == "__main__":
@@ -1055,5 +883,5 @@ if __name__ == "__main__":
         print("dpo.py:", error, file=sys.stderr)
         sys.exit(2)
     except torch.OutOfMemoryError as error:
-        error.add_note("lower --tokens_per_forward, add --gradient_checkpointing, or give --samples 0")
+        error.add_note("lower --tokens_per_forward or add --gradient_checkpointing")
         raise

@@ -11,7 +11,6 @@ Shapes: T tokens in a forward, N completion tokens, D head size, H hidden size, 
 """
 import gc
 import hashlib
-import inspect
 import io
 import json
 import math
@@ -19,22 +18,24 @@ import os
 import pickle
 import re
 import sys
+import time
 import warnings
 from array import array
+from bisect import bisect_left
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from filelock import FileLock  # comes with torch
+from filelock import FileLock, Timeout  # comes with torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -73,14 +74,11 @@ class ReferenceCache(Mapping):
 
     def __getitem__(self, key):
         prompt, completion = key
-        logprobs = self.table.get((bytes_of(prompt), bytes_of(completion)))
-        if logprobs is None:
-            raise KeyError(f"call fill first: nothing is known of {list(completion)} after {list(prompt)}")
-        return np.frombuffer(logprobs, np.float32)
+        return np.frombuffer(self.table[bytes_of(prompt), bytes_of(completion)], np.float32)
 
-    def fill(self, load_model, groups: Groups, tokens_per_forward=16384, path=None) -> int:
-        """Computes what is neither here nor in the file at `path`, and saves it there. Returns the number of
-        completions. `load_model()` is called only if something is missing, and its model is freed."""
+    def fill(self, load_model, groups: Groups, tokens_per_forward=16384, path=None):
+        """Computes what is neither here nor in the file at `path`, and saves it there. `load_model()` is
+        called only if something is missing, and its model is freed."""
         if path and Path(path).exists():
             self.load(path)
         missing = self.missing(groups)
@@ -89,19 +87,12 @@ class ReferenceCache(Mapping):
 
         if len(set(all_gather(count_tokens(missing)))) > 1:  # the processes divide what is missing
             raise BadInput(f"the processes have different caches: start again, with one {path} for all")
-        if not missing:
-            return 0
-
-        if path and is_first_process():
-            self.save(path)  # if it cannot be written, the error comes now, not after the forwards
-        model = load_model()
-        try:
+        if missing:
+            model = load_model()
             self.compute(model, missing, tokens_per_forward, path)
-        finally:
             del model  # the caller keeps none either, so its memory is free before the policy is loaded
             gc.collect()
             torch.cuda.empty_cache()
-        return n_missing
 
     def missing(self, groups: Groups) -> Groups:
         """What is not in the table, all completions of a prompt together and each once."""
@@ -128,34 +119,24 @@ class ReferenceCache(Mapping):
         # The longest come first, so that a pass that needs too much memory fails at once.
         parts.sort(key=lambda part: -count_tokens([part]))
         n_tokens = count_tokens(parts)
-        n_parts = max(SAVE_EVERY, len(parts) // 64) * process_count()  # a save takes as long as in one
+        batches = micro_batches(model, parts, tokens_per_forward)
+        next_save = 0.0  # on the clock of the first process, which alone saves
         with progress_bar(desc="reference", total=n_tokens, unit="tok", unit_scale=True, delay=1) as progress:
-            for first in range(0, len(parts), n_parts):
-                mine = self.score(model, parts[first:first + n_parts], tokens_per_forward, progress)
-                for entries in all_gather(mine):
+            for n, (indices, n_used) in enumerate(batches, start=1):
+                batch = [parts[i] for i in indices]
+                for entries in all_gather(score(model, batch, n_used)):
                     self.table |= entries
-                if path and is_first_process():
+                progress.update(count_tokens(batch) * process_count())
+
+                # A save writes the whole table. So 20 times the time that one took comes before the next.
+                begin = time.monotonic()
+                if path and is_first_process() and (begin > next_save or n == len(batches)):
                     self.save(path)
-
-    def score(self, model, groups: Groups, tokens_per_forward: int, progress) -> dict:
-        """This process's share of these groups, as entries of the table."""
-        entries = {}
-        for indices, _ in micro_batches(model, groups, tokens_per_forward):
-            batch = [groups[i] for i in indices]
-            logprobs = torch.cat(list(chain(*completion_logprobs(model, batch)))).cpu()  # one transfer
-            if not logprobs.isfinite().all():
-                raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
-
-            for (prompt, completions), group in zip(batch, ragged(logprobs, batch)):
-                prompt = bytes_of(prompt)  # one object for all completions, which pickle writes only once
-                for completion, values in zip(completions, group):
-                    entries[prompt, bytes_of(completion)] = values.numpy().tobytes()
-            progress.update(count_tokens(batch) * process_count())
-        return entries
+                    next_save = time.monotonic() + 20 * (time.monotonic() - begin)
 
     def save(self, path):
         """Writes the header (a line of JSON) and the table (a pickle). Keeps what another job saved."""
-        with FileLock(f"{os.path.realpath(path)}.lock"):
+        with lock(path):
             if Path(path).exists():
                 self.load(path)
             table = pickle.dumps(self.table, protocol=4)
@@ -166,12 +147,15 @@ class ReferenceCache(Mapping):
         """Adds a file's entries. Executes no code. Raises BadInput if it is damaged or has another header."""
         if set(self.header) == {"format"}:
             raise BadInput(f"{path} may be of any model: name yours, ReferenceCache(reference=..)")
+        first_line, _, pickled = Path(path).read_bytes().partition(b"\n")
+        if b'"sha256"' not in first_line:
+            raise BadInput(f"{path} is no cache file: name another")
         try:
-            first_line, _, pickled = Path(path).read_bytes().partition(b"\n")
             header = json.loads(first_line)
-            for name, mine in self.header.items():
-                if header.get(name) != mine and name != "name":
-                    raise BadInput(f"it was made with {name} {header.get(name)!r}, not {mine!r}")
+            is_other = header.get("reference") != self.header.get("reference")
+            for field, mine in self.header.items():  # the name first, if there is one
+                if header.get(field) != mine and (field != "name" or is_other):
+                    raise BadInput(f"it was made with {field} {header.get(field)!r}, not {mine!r}")
 
             if hashlib.sha256(pickled).hexdigest() != header["sha256"]:
                 raise BadInput("its checksum does not match")
@@ -181,7 +165,18 @@ class ReferenceCache(Mapping):
         self.table |= table  # the job that saved first decides, so a resume finds the same numbers
 
 
-SAVE_EVERY = 512  # prompts between two saves of a reference pass
+def score(model, groups: Groups, n_used: int) -> dict:
+    """The log-probs of the first n_used groups, as entries of a cache's table. One forward computes all."""
+    logprobs = torch.cat(list(chain(*completion_logprobs(model, groups)))).cpu()  # one transfer
+    if not logprobs.isfinite().all():
+        raise BadInput("the reference gives a log-prob that is not finite: its checkpoint is damaged")
+
+    entries = {}
+    for (prompt, completions), group in zip(groups[:n_used], ragged(logprobs, groups)):
+        prompt = bytes_of(prompt)  # one object for all completions, which pickle writes only once
+        for completion, values in zip(completions, group):
+            entries[prompt, bytes_of(completion)] = values.numpy().tobytes()
+    return entries
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -193,6 +188,16 @@ class PlainUnpickler(pickle.Unpickler):
 
 def bytes_of(ids) -> bytes:
     return array("I", ids).tobytes()  # 4 bytes per token, where a tuple of ints takes 36
+
+
+def lock(path, seconds=10):
+    """Holds the lock of a file for a `with` block. Says so if it has to wait longer than these seconds."""
+    file_lock = FileLock(f"{os.path.realpath(path)}.lock")
+    try:
+        return file_lock.acquire(timeout=seconds)
+    except Timeout:
+        tqdm.write(f"{path}: waiting for another process, which holds {file_lock.lock_file}")
+        return file_lock.acquire()
 
 
 def write_whole(path, parts):
@@ -221,21 +226,23 @@ def checkpoint_digest(name: str) -> str:
     """A SHA-256 of the config and the safetensors of a folder or hub name, and of an adapter's base."""
     folder = Path(name)
     if not folder.is_dir():  # a name of the hub
-        patterns = ["*.json", "model*.safetensors", "adapter_model*.safetensors"]
-        folder = Path(snapshot_download(name, allow_patterns=patterns))
+        folder = Path(snapshot_download(
+            name, allow_patterns=["*.json", "model*.safetensors", "adapter_model*.safetensors"]))
 
     kind = "adapter_" if (folder / "adapter_config.json").exists() else ""
     config = json.loads((folder / f"{kind}config.json").read_text())
     config |= {"transformers_version": None, "_name_or_path": None}  # no effect on log-probs
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
 
-    files = sorted(folder.glob(f"{kind}model*.safetensors"))
-    if not files:
-        raise BadInput(f"{folder} holds no {kind}model*.safetensors")
+    files = [folder / f"{kind}model.safetensors"]
+    index = folder / f"{kind}model.safetensors.index.json"
+    if index.exists() and not files[0].exists():
+        shards = json.loads(index.read_text())["weight_map"].values()
+        files = [folder / shard for shard in sorted(set(shards))]
     for file in files:
         try:
             safe_open(file, framework="pt")
-        except SafetensorError as error:  # a pointer of git-lfs, or half of a download
+        except (OSError, SafetensorError) as error:  # also a pointer of git-lfs, or half of a download
             raise BadInput(f"{file} is not a whole safetensors file: download it again ({error})") from None
         digest.update(np.memmap(file, np.uint8, "r"))
 
@@ -255,7 +262,8 @@ class Swap:
         self.weights = []  # pairs: the policy's tensor, on its device, and the reference's values, on the CPU
         for weight in policy.parameters():
             if weight.requires_grad:
-                mine = local_shard(weight.detach())
+                mine = weight.detach()
+                mine = mine.to_local() if isinstance(mine, DTensor) else mine  # this process's shard
                 theirs = torch.empty_like(mine, device="cpu", pin_memory=mine.is_cuda)
                 self.weights.append((mine, theirs.copy_(mine)))
 
@@ -311,22 +319,21 @@ def context_length(config) -> float:
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):  # of the model, or of each type of layer
         if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
-            # A longer row changes the angles of all rows.
-            bounds.append(rope.get("original_max_position_embeddings"))
+            bounds.append(rope.get("original_max_position_embeddings"))  # a longer row changes all angles
     return min(filter(None, bounds), default=math.inf)
 
 
-def forward(core, groups, lay_out, temperature=1.0) -> Ragged:
+def forward(core, groups, lay_out, temperature=1.0, **keywords) -> Ragged:
     """One forward of these groups, as lay_out_shared or lay_out_padded arranges them."""
     inputs, sources, targets = lay_out(groups, core.device)
     run = core.flat_logprobs if isinstance(core, FSDPModule) else partial(flat_logprobs, core)
-    return ragged(run(inputs, sources, targets, temperature), groups)
+    return ragged(run(inputs | keywords, sources, targets, temperature), groups)
 
 
 def flat_logprobs(core, inputs, sources, targets, temperature):
     """sources, targets (N,): where each completion token is predicted, and its id -> its log-prob, (N,)."""
     decoder = core.get_decoder()
-    if decoder is core:  # Llama 4 and Mllama, where transformers does not find it
+    if decoder is core or isinstance(decoder, torch.nn.Linear):  # Llama 4, ModernBERT: another is meant
         decoder = core.model
     outputs = decoder(**inputs, use_cache=False)
     hidden = outputs[0].flatten(0, 1).index_select(0, sources)  # (N, H): only positions that predict
@@ -336,8 +343,11 @@ def flat_logprobs(core, inputs, sources, targets, temperature):
         """(n, H), (n,) -> (n,)"""
         # What follows the decoder (head, bias, adapter, scale, softcap) is the model's own code. So that all
         # of it runs, and only it, the model is called with a decoder that returns these hidden states.
-        with decoder_returns(decoder, replace(outputs, last_hidden_state=hidden[None])):
+        decoder.forward = lambda *args, **kwargs: replace(outputs, last_hidden_state=hidden[None])
+        try:
             logits = core.forward(inputs["input_ids"], use_cache=False).logits.flatten(0, 1)  # (n, V)
+        finally:
+            del decoder.forward  # the class's own is back
         return log_softmax_at(logits, targets, temperature)
 
     # All logits may be most of the memory of a step. So they are computed in chunks, and again in the
@@ -351,16 +361,6 @@ def flat_logprobs(core, inputs, sources, targets, temperature):
     for chunk in zip(hidden.split(size), targets.split(size)):
         logprobs.append(checkpoint(token_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False))
     return torch.cat(logprobs)
-
-
-@contextmanager
-def decoder_returns(decoder, outputs):
-    """Within this block the decoder computes nothing and returns these outputs."""
-    decoder.forward = lambda *args, **kwargs: outputs
-    try:
-        yield
-    finally:
-        del decoder.forward  # the class's own is back
 
 
 def log_softmax_at(logits, targets, temperature):
@@ -410,23 +410,21 @@ def check_agreement(difference: float, dtype: str):
     found = f"step 1: policy and reference differ by {difference:.1e} nats per token"
     if not difference < limit:
         raise BadInput(f"{found}, more than {limit:g}: delete the cache, if any, or try --dtype float32")
-    tqdm.write(found)
+    tqdm.write(f"{found}; up to {limit:g} is rounding in {dtype}")
 
 
 # ---- Micro-batches: which groups share a forward ---------------------
 
-def micro_batches(model, groups: Groups, tokens_per_forward: int) -> list[tuple[list[int], float]]:
+def micro_batches(model, groups: Groups, tokens_per_forward: int) -> list[tuple[list[int], int]]:
     """This process's forwards of at most tokens_per_forward tokens, longest first; a longer group goes alone.
-    Each is a list of indices of groups, and their weight in a sum: 1, or 0 if this process computes group 0
-    again only because FSDP needs equally many forwards in all processes."""
+    Each is a list of indices of groups, and of how many of them the results are used: all, or none where this
+    process computes group 0 again only because FSDP needs equally many forwards in all processes."""
     lengths = [count_tokens([group]) for group in groups]
     is_padded = not has_shared_prompts(model)
     if is_padded:  # each completion is a row
-        k = max((len(completions) for _, completions in groups), default=0)
-        lengths = [k * (len(prompt) + max(map(len, completions))) for prompt, completions in groups]
-
+        lengths = [len(answers) * (len(prompt) + max(map(len, answers))) for prompt, answers in groups]
     batches = divide_batches(lengths, tokens_per_forward, is_padded)
-    return [(batch, 1.0) if batch else ([0], 0.0) for batch in batches]
+    return [(batch or [0], len(batch)) for batch in batches]
 
 
 def divide_batches(lengths, budget: int, is_padded=False) -> list[list[int]]:
@@ -434,10 +432,9 @@ def divide_batches(lengths, budget: int, is_padded=False) -> list[list[int]]:
     which some may be empty. They need no communication for it."""
     ranks = process_count()
     n = math.ceil(len(pack(lengths, budget, is_padded)) / ranks) * ranks
-
-    # A smaller budget that needs no more batches makes them more equally full, so the processes wait less.
-    while ranks > 1 and budget and len(pack(lengths, int(0.98 * budget), is_padded)) <= n:
-        budget = int(0.98 * budget)
+    if ranks > 1:
+        # The smallest budget that needs no more batches makes them equally full, so the processes wait less.
+        budget = bisect_left(range(budget), True, key=lambda size: len(pack(lengths, size, is_padded)) <= n)
 
     batches = pack(lengths, budget, is_padded)
     batches += [[] for _ in range(n - len(batches))]
@@ -448,36 +445,31 @@ def pack(lengths, budget: int, is_padded=False) -> list[list[int]]:
     """Indices of items in batches of at most `budget` tokens, longest first. A longer item goes alone. With
     `is_padded` each item takes as many tokens as the longest of its batch."""
     batches = []
-    n_tokens = 0  # in the last batch
+    room = -1  # how many tokens the last batch can still take
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        size = lengths[i]
-        if batches and is_padded:
-            size = lengths[batches[-1][0]]  # the longest of the last batch
-
-        if not batches or n_tokens + size > budget:
+        size = lengths[batches[-1][0]] if batches and is_padded else lengths[i]
+        if size > room:
             batches.append([])
-            n_tokens = 0
+            room = budget
             size = lengths[i]
         batches[-1].append(i)
-        n_tokens += size
+        room -= size
     return batches
 
 
 # ---- Shared prompts: one flat row per forward, without padding -------
 
 SHARED = "sdpa_shared_prompt"  # with "sdpa" in its name, transformers rejects it for models without sdpa
-SERVED = WeakKeyDictionary()  # attention layer that has got spans -> its window, or None: see check_exact
 sdpa = AttentionInterface()["sdpa"]
 
 # From torch 2.12 on, keys that heads share must be announced. The kernel of 2.11 takes them as they are.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED = {} if torch.__version__.startswith("2.11.") else {"enable_gqa": True}
 
 
 class Spans(NamedTuple):
     """A span has the queries of one completion, the first also those of the prompt, and the keys they see."""
     keys: torch.Tensor | None  # (T_k,): the places of the keys in the row; None: the row itself
-    cu_seq_q: torch.Tensor  # (spans + 1,): where the queries of each span begin, and the last ones end
-    cu_seq_k: torch.Tensor
+    ends: torch.Tensor  # (2, spans + 1): where queries and keys of each span begin, and the last ones end
     sizes_q: list[int]  # queries of each span, for which no one has to wait for a GPU
     sizes_k: list[int]
 
@@ -521,9 +513,8 @@ def lay_out_shared(groups, device):
 
     ends = np.array([query_ends, key_ends], np.int32)  # (2, spans + 1)
     sizes_q, sizes_k = np.diff(ends).tolist()
-    cu_seq_q, cu_seq_k = to_device(ends, device)
     keys = to_device(keys, device) if len(ids) < len(keys) else None
-    spans = Spans(keys, cu_seq_q, cu_seq_k, sizes_q, sizes_k)
+    spans = Spans(keys, to_device(ends, device), sizes_q, sizes_k)
     ids, positions = to_device([ids, positions], device)
     sources, targets = to_device([sources, targets], device)
 
@@ -551,13 +542,16 @@ def lay_out_padded(groups, device):
     return inputs, sources, targets
 
 
-def shared_prompt_attention(
-        module, query, key, value, attention_mask, spans=None, sliding_window=None, **kwargs):
+def shared_prompt_attention(module, query, key, value, attention_mask, spans=None, windows=None,
+                            sample_mask=None, sliding_window=None, **kwargs):
     """A flat row: query (1, heads, T, D), key and value (1, key heads, T, D) -> (1, T, heads, D)."""
-    if spans is None and attention_mask is not None and 1 < query.shape[2] < key.shape[2]:
-        return attention_of_samples(query, key, value, attention_mask, **kwargs), None
-    if spans is None:  # an ordinary batch, as in generate()
-        output, _ = sdpa(module, query, key, value, attention_mask, sliding_window=sliding_window, **kwargs)
+    if spans is None:  # ordinary rows, as in generate(), or samples that continue them
+        if sample_mask is not None:
+            attention_mask = sample_mask(query.shape[1] // key.shape[1], query.dtype)
+        if sample_mask is not None or (query.shape[2] == 1 and attention_mask is not None):
+            output = attention_of_samples(query, key, value, attention_mask, **kwargs)
+        else:
+            output, _ = sdpa(module, query, key, value, attention_mask, **kwargs)
         # sdpa's strides for one token make a frozen linear layer read its weight again for each row.
         return output.flatten(0, 1).unflatten(0, (len(query), -1)), None
 
@@ -565,7 +559,8 @@ def shared_prompt_attention(
         raise BadInput(f"{type(module).__name__} masks more than the future, so no prompt can be shared")
     if any(kwargs.get(name) is not None for name in ("softcap", "s_aux", "position_bias")):
         raise BadInput(f"{type(module).__name__} has softcapped scores, attention sinks or a position bias")
-    SERVED[module] = sliding_window
+    if windows is not None:  # check_exact asks for the window of each layer
+        windows[module] = sliding_window
 
     # Each span gets the keys of its prompt and its own, side by side.
     if spans.keys is not None:
@@ -575,8 +570,8 @@ def shared_prompt_attention(
         query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, D)
         window = (sliding_window - 1 if sliding_window else -1, 0)  # how far a query sees back, and ahead
         output = varlen_attn(
-            query, key, value, spans.cu_seq_q, spans.cu_seq_k, max(spans.sizes_q), max(spans.sizes_k),
-            window_size=window, scale=kwargs.get("scaling"), **GROUPED)
+            query, key, value, *spans.ends, max(spans.sizes_q), max(spans.sizes_k), window_size=window,
+            scale=kwargs.get("scaling"), **GROUPED)
         return output[None], None
 
     # On a CPU, and in float32, one ordinary attention for each span is as fast.
@@ -586,32 +581,41 @@ def shared_prompt_attention(
     for q, k, v in zip(queries, keys, values):
         n_q, n_k = q.shape[2], k.shape[2]
         window = sliding_window or n_k
-        mask = None  # plain causal
+        span_mask = None  # plain causal
         if 1 < n_q < n_k or window < n_k:
-            mask = q.new_ones(1, 1, n_q, n_k, dtype=torch.bool)
-            mask = mask.tril(n_k - n_q).triu(n_k - n_q - window + 1)
-        outputs.append(sdpa(module, q, k, v, mask, **kwargs)[0])
+            span_mask = q.new_ones(1, 1, n_q, n_k, dtype=torch.bool)
+            span_mask = span_mask.tril(n_k - n_q).triu(n_k - n_q - window + 1)
+        outputs.append(sdpa(module, q, k, v, span_mask, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 
 
+def mask_of_samples(mask):
+    """The keyword `sample_mask` of a forward in which S samples continue one row of a key-value cache: a mask
+    (rows, 1, S, columns) bool, true where a sample sees a column. All layers use one float copy of it."""
+    @cache
+    def folded(heads_per_key: int, dtype):
+        """As float, once for each query head of a key: (rows, 1, heads_per_key · S, columns)."""
+        columns = mask.shape[-1]
+        padded = F.pad(mask, (0, -columns % 8))  # sdpa on CUDA would copy rows of another stride
+        floats = torch.where(padded, 0.0, -math.inf).to(dtype)
+        return floats.repeat(1, 1, heads_per_key, 1)[..., :columns]
+    return folded
+
+
 def attention_of_samples(query, key, value, mask, scaling=None, **kwargs):
-    """S samples continue one row of a key-value cache: query (B, heads, S, D), mask (B, 1, S, keys). Query
+    """S samples continue one row of a key-value cache: query (B, heads, S, D) -> (B, S, heads, D). Query
     heads with the same keys become queries of one head, because sdpa would copy the keys to each head."""
     B, heads, S, D = query.shape
-    heads_per_key = heads // key.shape[1]
-    query = query.reshape(B, -1, heads_per_key * S, D)
-    mask = mask.repeat(1, 1, heads_per_key, 1)
+    query = query.reshape(B, key.shape[1], -1, D)  # (B, key heads, heads per key · S, D)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     return output.reshape(B, heads, S, -1).transpose(1, 2)
 
 
-def one_kernel_serves(query, value):
+def one_kernel_serves(query, value) -> bool:
     """Whether one varlen_attn call can serve all spans: on CUDA a loop is bound by kernel launches."""
     size = query.shape[-1]
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    return (query.is_cuda and half
-            and size == value.shape[-1] and size <= 256 and size % 8 == 0
-            and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    return query.is_cuda and is_half and size == value.shape[-1] and size <= 256 and size % 8 == 0
 
 
 AttentionInterface.register(SHARED, shared_prompt_attention)
@@ -630,11 +634,9 @@ def enable_shared_prompts(model) -> bool:
     if core in TESTED:
         return has_shared_prompts(core)
 
-    name = type(core).__name__.removeprefix("FSDP")
     config = core.config.get_text_config()
     layers = set(getattr(config, "layer_types", None) or ())
-    attention = core.config._attn_implementation or "eager"
-    attention = attention.replace(SHARED, "sdpa")  # a copy of a tested model has SHARED
+    attention = (core.config._attn_implementation or "eager").replace(SHARED, "sdpa")  # SHARED: of a copy
     if getattr(config, "attn_logit_softcapping", None):
         attention = "eager"  # transformers 5.17 lets sdpa ignore the softcap
 
@@ -653,7 +655,7 @@ def enable_shared_prompts(model) -> bool:
         check_exact(core, lay_out_padded)
         result = f"padded rows: {str(cause)[:200]}"
 
-    print(f"{name}: {result}")
+    print(f"{type(core).__name__.removeprefix('FSDP')}: {result}")
     TESTED.add(core)
     return has_shared_prompts(core)
 
@@ -669,14 +671,16 @@ def check_exact(core, lay_out):
     config = core.config.get_text_config()
     ids = torch.linspace(1, config.vocab_size - 1, 128).long().tolist()
     prompt, completions = ids[::4], [ids[1::2], ids[2::4][:10]]  # 32, 64 and 10 tokens
-    SERVED.clear()
-    (found,) = forward(core, [(prompt, completions)], lay_out)
+    is_shared = lay_out is lay_out_shared
+    windows = {}  # attention layer that shares prompts -> its window, or None
+    keywords = {"windows": windows} if is_shared else {}
+    (found,) = forward(core, [(prompt, completions)], lay_out, **keywords)
 
-    if lay_out is lay_out_shared:
+    if is_shared:
         # The rows here are too short to show a window, so each layer that has one must have named it.
-        n_windows = sum(window is not None for window in SERVED.values())
-        has_all_windows = n_windows >= sum(DynamicCache(config=core.config).is_sliding)
-        if len(SERVED) < config.num_hidden_layers or not has_all_windows:
+        n_windows = len(windows) - list(windows.values()).count(None)
+        n_expected = sum(DynamicCache(config=core.config).is_sliding)
+        if len(windows) < config.num_hidden_layers or n_windows < n_expected:
             raise BadInput("not all layers use the attention that lets completions share a prompt")
 
     for completion, logprobs in zip(completions, found):
@@ -687,7 +691,7 @@ def check_exact(core, lay_out):
         error = (logprobs[:n] - expected).abs().max().item()
 
         # Rounding stays below these limits; a wrong mask or position is far above.
-        limit = 1e-4 if lay_out is lay_out_shared else 1e-3
+        limit = 1e-4 if is_shared else 1e-3
         if logits.dtype != torch.float32:
             limit = 0.25
         if not error < limit:  # `not <` also catches NaN
@@ -731,8 +735,8 @@ def is_first_process() -> bool:
 def progress_bar(*items, **options):
     """tqdm in the first process. An inner bar leaves no line."""
     seconds = 0.1 if sys.stderr.isatty() else 30  # between two updates: in a log each of them is a line
-    is_off = not is_first_process()
-    return tqdm(*items, leave=None, mininterval=seconds, maxinterval=30, disable=is_off, **options)
+    options |= dict(leave=None, mininterval=seconds, maxinterval=30, disable=not is_first_process())
+    return tqdm(*items, **options)
 
 
 def apply_fsdp(model, device: str, dtype="float32"):
@@ -813,8 +817,3 @@ def all_reduce(tensor):
 def full_tensor(tensor):
     """The whole tensor, also if it is sharded; then all processes must call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local_shard(tensor):
-    """This process's shard of a tensor, or the tensor itself if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

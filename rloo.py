@@ -6,22 +6,27 @@ Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization, a
     (2)   R(y, x) = reward(y, x) − β log π(y|x)/π_ref(y|x)
 
     python rloo.py  # the demo: offline, 10 s
-    python rloo.py --model Qwen/Qwen3-0.6B --data prompts.jsonl --reward rewards.py:helpful --out out/qwen
+    python rloo.py --model Qwen/Qwen3-0.6B --data prompts/train.jsonl --reward rewards.py:helpful
+    python rloo.py --steps 0 --model out/dpo/model --data prompts/test.jsonl --reward rewards.py:helpful
 
-A killed run resumes if the same command is given again. docs/recipes.md has starting values for lr and β.
+The last command only samples and scores, whatever has trained the model. A killed run resumes if the same
+command is given again. docs/recipes.md has starting values for lr and β.
 
-Data: rows with `prompt`, a string or chat messages, and any columns that the reward needs:
+Data: JSON Lines with `prompt`, a string or chat messages, and any columns that the reward needs.
+tools/prepare.py writes such files from other data:
 
     {"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
 
-A reward is a function(prompts, completions, **columns), async or not. It returns a number or None for each
-completion. The columns are those of the file and two more: completion_ids, and ended, which is false for a
-sample that was cut off.
+A reward is a function(prompts, completions, **columns). It returns a number for each completion, or None to
+leave it out, also from the baseline. A completion is a string if the prompt is one, else a list with one
+message. The columns are those of the file and two more: completion_ids, and ended, which is false for a
+sample that was cut off. demo/reward_model.py is a reward to copy.
 
 Shapes: B prompts per step, k samples each, T tokens in the longest. Rewards and advantages are (B, k).
 Log-probs of tokens are (B, k, T), 0 after the end of a sample. A micro-batch has b prompts.
 
-Metrics: loss, kl, learning_rate, seconds, tokens_per_second, and
+Metrics: loss, learning_rate, seconds, tokens_per_second, and
+    kl, kl_per_answer                        log π − log π_ref of a token; summed over an answer
     reward, reward_std, rewards/NAME         of all samples, before KL; of one function
     frac_reward_none, frac_reward_zero_std   samples without a reward; prompts whose rewards are all equal
     entropy, samples/distinct                nats per token; different samples
@@ -30,28 +35,26 @@ Metrics: loss, kl, learning_rate, seconds, tokens_per_second, and
     sampling/sampling_logp_difference/mean, sampling/sampling_logp_difference/max
                                              |log π − log π of the sampler| per token
     grad_norm, memory_gb                     before clipping (of the last update, as loss); peak of the GPU
-    eval_*                                   of one sample per held-out prompt
+    eval_*, eval_*_stderr                    of samples of held-out prompts; the standard error of a mean
 
-Not here: a critic, another engine for sampling, tensor or pipeline parallelism, images.
+Not here: other formats (tools/prepare.py), a critic, another engine for sampling, images.
 """
-import asyncio
 import hashlib
-import importlib.util
 import inspect
 import json
 import math
 import os
-import random
-import re
 import shutil
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -63,30 +66,28 @@ import torch.nn.functional as F
 import transformers
 import tyro
 from filelock import FileLock, Timeout
+from huggingface_hub import snapshot_download
+from jinja2 import TemplateError  # comes with torch
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_model_state_dict, get_optimizer_state_dict)
+    StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict)
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, Cache, DynamicCache)
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from refcache import (
     BadInput, Swap, all_gather, all_reduce, apply_fsdp, barrier, check_agreement, checkpoint_digest,
     completion_logprobs, context_length, count_tokens, divide_batches, enable_shared_prompts, full_tensor,
-    has_shared_prompts, is_first_process, micro_batches, names_in_float32, pack, process_count, process_group,
-    process_rank, progress_bar, to_device, unsharded, unwrap_model, write_whole)
+    has_shared_prompts, is_first_process, mask_of_samples, micro_batches, names_in_float32, process_count,
+    process_group, process_rank, progress_bar, to_device, unsharded, unwrap_model, write_whole)
 
 HERE = Path(__file__).parent
 DEMO = dict(
-    model=f"{HERE}/demo/model",
-    data=f"{HERE}/demo/prompts.jsonl",
-    eval_data=f"{HERE}/demo/prompts_test.jsonl",
-    reward=(f"{HERE}/demo/score.py:sentiment",),
-    lr=2e-4,
-)
+    model=f"{HERE}/demo/model", data=f"{HERE}/demo/prompts.jsonl",
+    eval_data=f"{HERE}/demo/prompts_test.jsonl", reward=(f"{HERE}/demo/score.py:sentiment",), lr=2e-4)
 TOKENS = {}  # id -> id, see as_tuple
-ENDINGS = (".jsonl", ".json", ".csv", ".parquet")  # of files
+ALL, NONE = -1, -2  # owners of columns, see sample_batch
 LOGS = ("metrics.jsonl", "samples.jsonl")
 MAY_CHANGE = {  # flags that may differ when a run is resumed
     "out", "ref", "wandb", "tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every",
@@ -96,25 +97,23 @@ MAY_CHANGE = {  # flags that may differ when a run is resumed
 @dataclass
 class Args:
     model: str | None = None  # checkpoint folder or hub name; None: the demo
-    data: str | None = None  # prompts: .jsonl .json .csv .parquet, or hub data NAME[:CONFIG][:SPLIT]
-    eval_data: str | None = None  # held-out prompts; None: they are split off --data
-    eval_size: int = 64  # number of prompts that are split off --data, at most a tenth of them
+    data: str | None = None  # prompts, a .jsonl file of plain rows: see tools/prepare.py
+    eval_data: str | None = None  # held-out prompts, such a file; None: no evaluation
     chat_template_kwargs: dict[str, bool | int | str] = field(default_factory=dict)  # enable_thinking False
     max_length: int = 1024  # tokens of a prompt; longer ones are dropped and counted
     out: str | None = None  # folder of the run; None: out/rloo, or out/rloo-2 if that is finished
 
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed: rewards.py:right rewards.py:short
-    reward_model: str | None = None  # classifier with one output: folder or hub name
-    reward_weights: tuple[float, ...] = ()  # weights of the functions, then of the model; empty: all are 1
+    reward_weights: tuple[float, ...] = ()  # one weight per function; empty: all are 1
 
     ref: Literal["swap", "live"] = "swap"  # the reference's weights: on the CPU, swapped in, or on the GPU
-    ref_model: str | None = None  # the reference, with --ref live; None: the policy before training
+    ref_model: str | None = None  # the reference, with --ref live or --steps 0; None: the first policy
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
     lora_alpha: float | None = None  # LoRA's scale is alpha / r; None: alpha = 2 r
     lora_target: tuple[str, ...] = ()  # names of the layers with an adapter: q_proj v_proj; empty: all linear
 
-    k: int = 4  # samples per prompt
+    k: int = 4  # samples per prompt; in evaluations during training 1
     beta: float = 0.05  # KL penalty per nat, part of the reward; 0: none
     updates_per_rollout: int = 1  # optimizer steps per rollout
     clip_eps: float = 0.2  # a ratio is clipped to 1 ± clip_eps; no effect with one update per rollout
@@ -123,7 +122,7 @@ class Args:
     max_new_tokens: int = 128  # tokens per sample
 
     epochs: float = 1.0  # passes over the data
-    steps: int = -1  # rollouts; -1: as many as --epochs needs; 0: only evaluate
+    steps: int = -1  # rollouts; -1: as many as --epochs needs; 0: only sample --eval_data, or else --data
     batch_size: int = 8  # prompts per step
     lr: float | None = None  # peak learning rate; None: 1e-6, with LoRA 1e-5, in the demo 2e-4
     schedule: Literal["linear", "cosine", "constant"] = "linear"  # of the learning rate after the warmup
@@ -153,8 +152,8 @@ def compute_advantages(rewards: torch.Tensor, old_logps: torch.Tensor, ref_logps
 def leave_one_out(rewards: torch.Tensor) -> torch.Tensor:
     """(B, k) -> (B, k): each reward minus the mean of the prompt's other samples. A sample with NaN is left
     out: its advantage is 0, and no baseline contains it. Dividing by the standard deviation adds a bias."""
-    # One reward of the prompt, which cancels out in (1). Without it, equal rewards would have advantages of
-    # 1e-8, and Adam would make a whole step of them.
+    # One number less in all rewards of a prompt changes no advantage of (1). Without this, equal rewards have
+    # advantages of 1e-8, and Adam makes a whole step of them.
     rewards = rewards - rewards.nanmedian(dim=1, keepdim=True).values
 
     counts = (~rewards.isnan()).sum(dim=1, keepdim=True)  # (B, 1)
@@ -189,14 +188,14 @@ class Samples(NamedTuple):
 
 
 def micro_batch_logprobs(model, samples: Samples, args: Args):
-    """Yields for each micro-batch the indices of its prompts, log π of the tokens of their samples,
-    (b, k, T), and its weight in a sum: 1, or 0 if only FSDP needs this forward (see micro_batches)."""
+    """Yields for each micro-batch the indices of its prompts, (b,), and log π of the tokens of their samples,
+    (b, k, T). b is 0 if only FSDP needs this forward (see micro_batches)."""
     T = samples.mask.shape[2]
-    for indices, weight in micro_batches(model, samples.groups, args.tokens_per_forward):
+    for indices, n_used in micro_batches(model, samples.groups, args.tokens_per_forward):
         groups = [samples.groups[i] for i in indices]
         logps = chain(*completion_logprobs(model, groups, temperature=args.temperature))
         padded = torch.stack([F.pad(logp, (0, T - len(logp))) for logp in logps])  # (b · k, T)
-        yield to_device(indices, padded.device), padded.view(len(groups), -1, T), weight
+        yield to_device(indices, padded.device)[:n_used], padded.view(len(groups), -1, T)[:n_used]
 
 
 @torch.no_grad()
@@ -205,9 +204,8 @@ def compute_logprobs(reference, samples: Samples, device: str, args: Args) -> to
     all_logps = torch.zeros(samples.mask.shape, device=device)
     if reference:
         with reference as model:
-            for indices, logps, weight in micro_batch_logprobs(model, samples, args):
-                if weight:
-                    all_logps[indices] = logps
+            for indices, logps in micro_batch_logprobs(model, samples, args):
+                all_logps[indices] = logps
     return all_reduce(all_logps)  # each process has filled in its own prompts: the sum has all of them
 
 
@@ -217,40 +215,42 @@ def run_batch(policy, samples: Samples, rewards, ref_logps, old_logps, args: Arg
     all_logps = torch.zeros_like(ref_logps)
     totals = torch.zeros(2, device=ref_logps.device)  # of the loss, and of clipped ratios
 
-    for indices, logps, weight in micro_batch_logprobs(policy, samples, args):
+    for indices, logps in micro_batch_logprobs(policy, samples, args):
         old = logps.detach() if old_logps is None else old_logps[indices]
         advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
         losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)
 
-        n_samples = rewards.numel()
-        scale = weight / n_samples
+        scale = 1 / rewards.numel()  # of all processes
         loss = losses.sum() * scale
         loss.backward()
-
         totals += torch.stack([loss.detach(), is_clipped.sum() * scale])
-        if weight:
-            all_logps[indices] = logps.detach()
+        all_logps[indices] = logps.detach()
 
     # Each process has its own prompts: the sums have all of them.
     loss, clip_ratio = all_reduce(totals).tolist()
     return all_reduce(all_logps), {"loss": loss, "clip_ratio": clip_ratio}
 
 
-def metrics(samples: Samples, rewards, logps, ref_logps, args: Args) -> dict[str, float]:
-    """Metrics of samples: rewards (B, k), of which NaN are left out, and log-probs (B, k, T)."""
+def metrics(samples: Samples, rewards, function_rewards: dict, logps, ref_logps, args: Args) -> dict:
+    """Metrics of samples. Rewards are (B, k), also those of each function; NaN are left out. Log-probs are
+    (B, k, T)."""
     known = rewards[~rewards.isnan()]
-    n_tokens = samples.mask.sum()
+    n_samples, n_tokens = rewards.numel(), samples.mask.sum()
     values = {
         "reward": known.mean().item(),  # NaN if no reward is known
         "reward_std": known.std(correction=min(1, len(known) - 1)).item(),
         "frac_reward_none": rewards.isnan().float().mean().item(),
         "samples/distinct": len(set(chain(*samples.texts))),
-        "completions/mean_length": (n_tokens / samples.ended.numel()).item(),
+        "completions/mean_length": (n_tokens / n_samples).item(),
         "completions/clipped_ratio": 1 - samples.ended.float().mean().item(),
         "entropy": (samples.entropy.sum() / n_tokens).item(),
     }
     if args.beta:
-        values["kl"] = ((logps - ref_logps).sum() / n_tokens).item()
+        kl = (logps - ref_logps).sum()
+        values["kl"] = (kl / n_tokens).item()
+        values["kl_per_answer"] = (kl / n_samples).item()
+    for name, its_rewards in function_rewards.items():
+        values[f"rewards/{name}"] = its_rewards.nanmean().item()
     return values
 
 
@@ -259,17 +259,38 @@ def all_rewards_equal(rewards: torch.Tensor) -> torch.Tensor:
     return ~leave_one_out(rewards).any(dim=1)
 
 
+def standard_error(rewards: torch.Tensor) -> float:
+    """That of the mean of rewards (B, k). Only prompts are independent. NaN if fewer than two are left."""
+    prompt_means = rewards.nanmean(dim=1)
+    prompt_means = prompt_means[~prompt_means.isnan()]
+    return (prompt_means.std() / len(prompt_means) ** 0.5).item() if len(prompt_means) > 1 else math.nan
+
+
 def evaluate(policy, tokenizer, rows: list[Row], reference, functions, step: int, out: Path, args: Args):
-    """Metrics of one sample per held-out prompt. Writes the samples to samples.jsonl."""
+    """Metrics of samples of held-out prompts, which it writes to samples.jsonl. Prints some of them."""
     if not rows:
         return {}
-    # With step=0 the random numbers are always the same.
-    samples = rollout(policy, tokenizer, [row.prompt for row in rows], k=1, step=0, args=args)
-    rewards, means = compute_rewards(samples, rows, functions)
+    k = args.k if args.steps == 0 else 1
+    prompts = [row.prompt for row in rows]
+    samples = rollout(policy, tokenizer, prompts, k=k, step=0, args=args)  # each time the same random numbers
+    rewards, function_rewards = compute_rewards(samples, rows, functions)
+    if args.steps == 0:  # no step will check them
+        logps = compute_logprobs(nullcontext(policy), samples, policy.device, args)
+        check_sampler(samples, logps.cpu(), args)
     log_samples(out, samples, rows, rewards, step=step, held_out=True)
 
     ref_logps = compute_logprobs(reference, samples, policy.device, args).cpu()
-    values = metrics(samples, rewards, samples.logps, ref_logps, args) | means
+    values = metrics(samples, rewards, function_rewards, samples.logps, ref_logps, args)
+    values["reward_stderr"] = standard_error(rewards)
+    for name, its_rewards in function_rewards.items():
+        values[f"rewards/{name}_stderr"] = standard_error(its_rewards)
+
+    shown = [f"Samples at step {step}, with their rewards:"]
+    for row, texts, numbers in zip(rows[:3], samples.texts, rewards.tolist()):
+        shown.append(f"  {tokenizer.decode(row.prompt)[-80:]!r}")  # its end is answered
+        for text, reward in zip(texts[:4], numbers):
+            shown.append(f"  {reward:8.3f}  {text[:100]!r}")
+    tqdm.write("\n".join(shown))
     return {f"eval_{name}": value for name, value in values.items()}
 
 
@@ -277,6 +298,7 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions, step: int
 
 def main(args: Args) -> list[dict]:
     """Trains. Returns the lines of metrics.jsonl, one dict per step."""
+    transformers.utils.logging.disable_progress_bar()  # of loading a model
     with process_group():
         args = resolve(args)
         out = Path(args.out)
@@ -295,10 +317,11 @@ def train(args: Args, out: Path) -> list[dict]:
     """The run: prompts, rewards, the policy and its reference, the loop."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(args.model, args.ref_model)
-    train_rows, eval_rows = load_data(tokenizer, args)
+    train_rows = load_rows(args.data, tokenizer, args)
+    eval_rows = load_rows(args.eval_data, tokenizer, args) if args.eval_data else []
     print(f"The first prompt:\n{tokenizer.decode(train_rows[0].prompt)}")
 
-    functions = load_rewards(device, args)
+    functions = load_rewards(args)
     # The rewards are tried on one row, so that they do not fail after the models are loaded.
     trial = Samples([((), [(1,)])], [["a"]], None, ended=torch.tensor([[True]]), logps=None, entropy=None)
     compute_rewards(trial, train_rows[:1], functions)
@@ -310,12 +333,17 @@ def train(args: Args, out: Path) -> list[dict]:
     if args.warmup > max(1, steps):
         raise BadInput(f"--warmup {args.warmup:g}: the run has only {steps} steps")
     ordered_rows = rows_in_order(train_rows, steps * batch_size, args.seed)
-    print(f"{steps} steps of {batch_size} prompts, lr {args.lr:g}")
+    if steps == 0:
+        eval_rows = eval_rows or train_rows
+        print(f"{args.k} samples for each of {len(eval_rows)} prompts")
+    else:
+        print(f"{steps} steps of {batch_size} prompts, lr {args.lr:g}")
+
     run = describe_run(train_rows, eval_rows, args)
-    check_folder(out, run)  # before anything that takes long
+    last_step = open_folder(out, run)  # before anything that takes long
 
     torch.manual_seed(args.seed)  # for a new adapter
-    policy = load_model(args.model, device, args, trains=True)
+    policy = load_model(args.model, device, args, trains=steps > 0)
     reference = None
     if args.beta and args.ref == "live":
         reference = nullcontext(load_model(args.ref_model, device, args))
@@ -329,10 +357,14 @@ def train(args: Args, out: Path) -> list[dict]:
         {"params": matrices, "weight_decay": args.weight_decay},
         {"params": vectors, "weight_decay": 0.0}], fused=True)  # the loop sets lr
 
-    last_step = restore_checkpoint(out, run, policy, optimizer)
-    if last_step == 0:
+    if last_step:
+        restore_checkpoint(out, last_step, run, policy, optimizer)
+    else:
         values = {"step": 0} | evaluate(policy, tokenizer, eval_rows, reference, functions, 0, out, args)
         append(out / "metrics.jsonl", [values], args.wandb)
+    if steps == 0:
+        barrier()  # the first process has written the line
+        return report(out)
 
     progress = progress_bar(range(last_step + 1, steps + 1), desc="train", initial=last_step, total=steps)
     for step in progress:
@@ -341,7 +373,7 @@ def train(args: Args, out: Path) -> list[dict]:
         rows = ordered_rows[(step - 1) * batch_size:step * batch_size]
 
         samples = rollout(policy, tokenizer, [row.prompt for row in rows], k=args.k, step=step, args=args)
-        rewards, means = compute_rewards(samples, rows, functions)
+        rewards, function_rewards = compute_rewards(samples, rows, functions)
         log_samples(out, samples, rows, rewards, step=step, held_out=False)
         ref_logps = compute_logprobs(reference, samples, device, args)
         used_rewards = rewards.to(device)
@@ -355,21 +387,21 @@ def train(args: Args, out: Path) -> list[dict]:
         old_logps = None  # log π of the policy that sampled: the first update's forward gives it
         for _ in range(args.updates_per_rollout):
             # This calls loss.backward().
-            logps, of_update = run_batch(policy, samples, used_rewards, ref_logps, old_logps, args)
+            logps, update_metrics = run_batch(policy, samples, used_rewards, ref_logps, old_logps, args)
             if old_logps is None:
                 old_logps = logps
 
             grad_norm = torch.nn.utils.clip_grad_norm_(weights, args.max_grad_norm or math.inf)
-            of_update["grad_norm"] = full_tensor(grad_norm).item()
+            update_metrics["grad_norm"] = full_tensor(grad_norm).item()
+            if not math.isfinite(update_metrics["loss"] + update_metrics["grad_norm"]):
+                raise BadInput(f"step {step}: loss or gradient is not finite: lower --lr")
             if not used_rewards.isnan().all():  # else Adam's momentum would go on
                 optimizer.step()
             optimizer.zero_grad()
-            weight_norm = full_tensor(torch.nn.utils.get_total_norm(weights)).item()
-            if not math.isfinite(of_update["loss"] + of_update["grad_norm"] + weight_norm):
-                raise BadInput(f"step {step}: loss, gradient or weights are not finite: lower --lr")
 
         old_logps, ref_logps = old_logps.cpu(), ref_logps.cpu()
-        values = {"step": step} | metrics(samples, rewards, old_logps, ref_logps, args) | means | of_update
+        values = {"step": step} | update_metrics
+        values |= metrics(samples, rewards, function_rewards, old_logps, ref_logps, args)
         is_equal = all_rewards_equal(rewards)  # (B,)
         values["frac_reward_zero_std"] = is_equal.float().mean().item()
         difference = (old_logps - samples.logps).abs()
@@ -377,8 +409,13 @@ def train(args: Args, out: Path) -> list[dict]:
         values["sampling/sampling_logp_difference/max"] = difference.max().item()
 
         if step == 1:
-            check_first_step(samples, old_logps, ref_logps, args)
-            if is_equal.all():
+            check_sampler(samples, old_logps, args)
+            if args.beta and args.ref_model == args.model:
+                kls = (old_logps - ref_logps).sum(dim=2) / samples.mask.sum(dim=2)  # (B, k), per token
+                check_agreement(kls.abs().mean().item(), args.dtype)
+            if rewards.isnan().all():
+                progress.write("No sample has a reward: nothing is learned")
+            elif is_equal.all():
                 progress.write("The rewards of each prompt are equal: nothing is learned")
             if not samples.ended.any():
                 progress.write("No sample ends: raise --max_new_tokens or fix the template")
@@ -393,26 +430,19 @@ def train(args: Args, out: Path) -> list[dict]:
         append(out / "metrics.jsonl", [values], args.wandb)
 
         if args.save_every and (step == steps or step % args.save_every == 0):
-            save_checkpoint(out, step, policy, optimizer)
+            save_checkpoint(out, step, run, policy, optimizer)
         progress.set_postfix({name: values[name] for name in ("reward", "tokens_per_second")}, refresh=False)
 
-    if steps:
-        save_model(policy, tokenizer, out, args)
-    barrier()  # the first process has written all lines
+    save_model(policy, tokenizer, out, args)
     return report(out)
 
 
-def check_first_step(samples: Samples, logps: torch.Tensor, ref_logps: torch.Tensor, args: Args):
-    """Before the first update, log π of the samples is the sampler's and the reference's, up to rounding."""
-    lengths = samples.mask.sum(dim=2)  # (B, k)
-    difference = (logps - samples.logps).abs().sum() / lengths.sum()
+def check_sampler(samples: Samples, logps: torch.Tensor, args: Args):
+    """log π of the samples, (B, k, T), is what they were drawn with, up to rounding."""
+    difference = (logps - samples.logps).abs().sum() / samples.mask.sum()
     limit = 5e-2 if args.dtype == "bfloat16" else 1e-3
     if not difference * min(1, args.temperature) < limit:  # a low temperature magnifies rounding
         raise BadInput(f"{args.model}: a key-value cache changes its log-probs")
-
-    if args.beta and args.ref_model == args.model:
-        kls = (logps - ref_logps).sum(dim=2) / lengths
-        check_agreement(kls.abs().mean().item(), args.dtype)
 
 
 def rows_in_order(rows: list[Row], n: int, seed: int) -> list[Row]:
@@ -434,64 +464,108 @@ def learning_rate(step: int, steps: int, args: Args) -> float:
     return args.lr * factors[args.schedule]
 
 
+def log_samples(out: Path, samples: Samples, rows: list[Row], rewards, step: int, held_out: bool):
+    """Adds the samples to samples.jsonl."""
+    lines = []
+    for row, texts, values in zip(rows, samples.texts, rewards.tolist()):
+        shared = {"step": step, "held_out": held_out, "prompt": row.columns["prompt"]}
+        for text, reward in zip(texts, values):
+            lines.append(shared | {"completion": text, "reward": reward})
+    append(out / "samples.jsonl", lines)
+
+
+def mean_and_error(values: dict, name: str) -> str:
+    """A metric as text, with its standard error if it has one."""
+    mean, error = values.get(name), values.get(f"{name}_stderr")
+    text = "-" if mean is None else f"{mean:.3f}"
+    return text if error is None else f"{text} ± {error:.3f}"
+
+
+def report(out: Path) -> list[dict]:
+    """Prints the metrics of held-out prompts, before training and now. Returns all metrics."""
+    history = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    shown = [history[0], history[-1]] if len(history) > 1 else history
+    print(f"{'held out':31}", *(f"step {line['step']:<13}" for line in shown))
+    for name in history[0]:
+        if name.startswith("eval_") and not name.endswith("_stderr"):
+            cells = [mean_and_error(line, name) for line in shown]
+            print(f"{name:31}", *(f"{cell:18}" for cell in cells))
+    print(f"see {out}")
+    return history
+
+
 # ---- Flags -----------------------------------------------------------
 
 def resolve(args: Args) -> Args:
-    """A copy of the flags, with those filled in that depend on others. Refuses flags that no run can have."""
+    """A copy of the flags in which nothing is left to be chosen. Refuses flags that no run can have."""
     args = replace(args)
-    if not (args.model or args.data) and (HERE / "demo").exists():
+    if not (args.model or args.data):
         torch.set_num_threads(1)  # the demo's tiny model gains nothing from more
         unset = {flag: value for flag, value in DEMO.items() if vars(args)[flag] in (None, ())}
         args = replace(args, **unset)
-    if not (args.model and args.data):
-        raise BadInput("give both --model and --data, or neither for the demo")
+    if not (args.model and args.data and (args.reward or args.steps == 0)):
+        raise BadInput("give --model, --data and --reward, or neither --model nor --data for the demo")
+
+    # A reward may change the working directory, so paths are absolute.
+    args.ref_model = args.ref_model or args.model
+    check_model(args.model)
+    check_model(args.ref_model)
+    args.model, args.ref_model = absolute(args.model), absolute(args.ref_model)
+    for file in (args.data, args.eval_data):
+        if file and not Path(file).is_file():
+            raise BadInput(f"{file} is no file: tools/prepare.py makes one of other data")
+
+    # A finished run is never changed. A kill at its end may have left a checkpoint.
+    default = "out/rloo" if args.steps else "out/samples"
+    last_file = "model" if args.steps else "metrics.jsonl"
+    out, n = args.out or default, 1
+    while Path(out, last_file).exists() and Path(out, last_file).stat().st_size:
+        remove_checkpoints(Path(out))
+        if args.out:
+            raise BadInput(f"{out} holds a finished run: name another --out")
+        n += 1
+        out = f"{default}-{n}"
+    args.out = str(Path(out).absolute())
+    if Path(out, "config.json").exists() or Path(out, ".git").exists():
+        raise BadInput(f"--out {out} is a checkpoint or a checkout: name a folder for the run")
 
     # tyro reads only True and False as truth values. Any other word is a string, which counts as true.
     truths = {"true": True, "false": False}
     options = args.chat_template_kwargs.items()
     args.chat_template_kwargs = {name: truths.get(value, value) for name, value in options}
 
-    # Absolute paths: a user's function may change the working directory.
-    args.model, args.ref_model = find_path(args.model), find_path(args.ref_model or args.model)
-    args.data, args.eval_data = find_path(args.data), find_path(args.eval_data)
-    args.reward, args.reward_model = tuple(map(absolute, args.reward)), find_path(args.reward_model)
-    out, n = args.out or "out/rloo", 1
-    while args.out is None and Path(out, "model").exists():
-        n += 1
-        out = f"out/rloo-{n}"
-    args.out = absolute(out)
-    if Path(args.out, "model").exists():
-        raise BadInput(f"{args.out} holds a finished run: name another --out")
-
-    is_adapter = find_path(base_of(args.model)) != args.model
+    is_adapter = base_of(args.model) != args.model
     if args.lora_r and is_adapter:
         raise BadInput("--lora_r makes a new adapter, but --model is one")
     if (args.lora_alpha or args.lora_target) and not args.lora_r:
         raise BadInput("--lora_alpha and --lora_target need --lora_r")
+    if args.lora_r or is_adapter:
+        import_module("peft")  # if it is missing, the error comes before the reference's pass
+
     if args.dtype == "auto":
         args.dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     if args.lr is None:
         args.lr = 1e-5 if args.lora_r or is_adapter else 1e-6
-
-    n_rewards = len(args.reward) + bool(args.reward_model)
-    for spec in args.reward:
-        if not Path(spec.rpartition(":")[0]).is_file():
-            raise BadInput(f"--reward {spec}: expected FILE.py:FUNCTION, and a file that exists")
-    if n_rewards == 0 or len(args.reward_weights) not in (0, n_rewards):
-        raise BadInput("give --reward or --reward_model, and one of --reward_weights for each or none")
+    if args.steps == 0:  # nothing is trained: only another model can be the reference
+        args.ref = "live"
+        args.beta = float(args.ref_model != args.model)  # 0: no KL is computed
     if args.ref == "swap" and args.ref_model != args.model:
         raise BadInput("--ref swap holds the policy's own start: with --ref_model choose live")
+    if len(args.reward_weights) not in (0, len(args.reward)):
+        raise BadInput("give one of --reward_weights for each --reward, or none")
 
     # Values that would turn learning off, or around.
-    if args.k < 2 or min(args.updates_per_rollout, args.batch_size, args.max_new_tokens) < 1:
-        raise BadInput("--k must be at least 2; --updates_per_rollout, --batch_size, --max_new_tokens 1")
-    if args.lora_r == 0:
-        raise BadInput("--lora_r 0: at least 1; leave it out to train all weights")
-    positive = (args.lr, args.temperature, args.epochs, args.clip_eps)
-    if not all(value > 0 for value in positive):  # `not >` also catches NaN
-        raise BadInput("--lr, --temperature, --epochs and --clip_eps must be above 0")
-    if args.steps < -1 or not (args.beta >= 0 and args.max_grad_norm >= 0 and args.warmup >= 0):
-        raise BadInput("--steps is -1 or more; --beta, --max_grad_norm and --warmup are 0 or more")
+    if args.k < 2 and args.steps:
+        raise BadInput("--k must be at least 2: the other samples are the baseline")
+    sizes = ("k", "batch_size", "updates_per_rollout", "max_new_tokens")
+    for flag in (*sizes, "lr", "temperature", "epochs", "clip_eps"):
+        if not vars(args)[flag] > 0:  # also NaN
+            raise BadInput(f"--{flag} must be above 0")
+    for flag in ("beta", "warmup", "max_grad_norm", "save_every"):
+        if not vars(args)[flag] >= 0:
+            raise BadInput(f"--{flag} must be 0 or more")
+    if args.steps < -1 or args.lora_r == 0:
+        raise BadInput("--steps must be -1 or more, --lora_r 1 or more")
 
     context = context_length(AutoConfig.from_pretrained(base_of(args.model)))
     args.max_length = min(args.max_length, context - args.max_new_tokens)
@@ -500,17 +574,19 @@ def resolve(args: Args) -> Args:
     return args
 
 
-def absolute(path: str | None) -> str | None:
-    return path and str(Path(path).expanduser().absolute())
-
-
-def find_path(name: str | None) -> str | None:
-    """An absolute path, or a name of the hub. A path to nothing is refused before the hub is asked."""
-    if name and Path(name).expanduser().exists():
-        return absolute(name)
-    if name and (name.startswith(("/", ".", "~")) or Path(name).suffix in (*ENDINGS, ".gz", ".txt")):
+def check_model(name: str):
+    """Refuses a folder that is no checkpoint, before the hub is asked for it."""
+    if Path(name, "args.json").exists():
+        raise BadInput(f"{name} is the folder of a run: did you mean {name}/model?")
+    # gpt2 and org/gpt2 are names of the hub. out/gpt2 is a path if the folder out exists.
+    parent = Path(name).parent
+    if not Path(name).exists() and parent.is_dir() and parent != Path("."):
         raise BadInput(f"{name} does not exist")
-    return name
+
+
+def absolute(name: str) -> str:
+    """An absolute path, or a name of the hub."""
+    return str(Path(name).absolute()) if Path(name).exists() else name
 
 
 # ---- Sampling --------------------------------------------------------
@@ -527,10 +603,9 @@ def rollout(policy, tokenizer, prompts: list[tuple], k: int, step: int, args: Ar
 
     # The processes divide the prompts.
     copies = copies_of_prompts(core, prompts, k, args)
-    if has_shared_prompts(core):
-        columns = [copies * len(prompt) + k * args.max_new_tokens for prompt in prompts]  # of the cache
-        batches = divide_batches(columns, args.rollout_tokens, is_padded=True)
-    else:  # padding could change samples, so each prompt is a batch of its own
+    columns = [copies * len(prompt) + k * args.max_new_tokens for prompt in prompts]  # of the cache
+    batches = divide_batches(columns, args.rollout_tokens, is_padded=True)
+    if not has_shared_prompts(core):  # padding could change samples, so each prompt is a batch of its own
         batches = [[i] for i in range(process_rank(), len(prompts), process_count())]
 
     tokens = torch.zeros(shape, dtype=torch.long, device=core.device)
@@ -560,80 +635,79 @@ def copies_of_prompts(core, prompts: list[tuple], k: int, args: Args) -> int:
     """How often the key-value cache holds each prompt: once for all of its samples, or once for each. With
     one, a sample reads the tokens of the others, too: slower where they may be longer than the prompt."""
     longest = max(len(prompt) for prompt in prompts)
-    if args.max_new_tokens > longest or not has_shared_prompts(core):
-        return k
     has_windows = any(DynamicCache(config=core.config).is_sliding)  # they keep the last columns of a row
-    return k if has_windows else 1
+    is_alone = not has_shared_prompts(core)
+    return k if has_windows or is_alone or args.max_new_tokens > longest else 1
 
 
-def sample_batch(core, prompts: list[tuple], u: torch.Tensor, stops: torch.Tensor, copies: int, args: Args):
+def sample_batch(core, prompts: list[tuple], u: torch.Tensor, stops, copies: int, args: Args):
     """Samples of some prompts, (B, k, T) each: tokens, -1 after the end, their log-probs and entropies.
 
     A row of the cache has a prompt once, and behind it the tokens of its S samples: each step adds a column
     for each of them, which it alone sees. S is k, or 1 where each sample has a copy of the prompt."""
     B, k, T = u.shape
     device = core.device
-
-    # Each prompt is encoded once. Shorter ones are padded on the left.
     is_shared = has_shared_prompts(core)
-    if not is_shared:  # not every cache can be copied: the one prompt is encoded for each of its samples
-        prompts = [prompts[0] for _ in range(k)]
-    ids = [torch.tensor(prompt) for prompt in prompts]
+
+    # Each prompt is encoded once, or for each sample if the cache may not be copied. Padding is on the left.
+    encoded = prompts if is_shared else prompts * k  # the latter is k times one prompt
+    ids = [torch.tensor(prompt) for prompt in encoded]
     ids = to_device(pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left"), device)
-    mask = ids >= 0  # (B, longest)
+    mask = ids >= 0  # (rows, longest)
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     inputs = dict(attention_mask=mask.long(), position_ids=positions, use_cache=True)
     out = core(ids.clamp(min=0), **inputs, logits_to_keep=1)
-    cache_name = next(name for name in out if isinstance(out[name], Cache))  # "past_key_values" or "cache"
+    cache_name = next((name for name in out if isinstance(out[name], Cache)), None)
+    if cache_name is None:
+        raise BadInput(f"{args.model} has no key-value cache that rloo.py can sample with")
     kv_cache = out[cache_name]
 
-    logits = out.logits  # (rows, 1, V)
+    cache_rows = torch.arange(len(ids), device=device)
     if is_shared and copies > 1:
-        row_of_copy = torch.arange(B, device=device).repeat_interleave(copies)
-        kv_cache.reorder_cache(row_of_copy)
-        logits, mask = logits[row_of_copy], mask[row_of_copy]
+        cache_rows = cache_rows.repeat_interleave(copies)
+        kv_cache.reorder_cache(cache_rows)
 
-    # For each row of the cache: its samples, whether they have no end yet, and which columns they see.
-    samples = torch.arange(B * k, device=device).view(len(mask), -1)  # (rows, S)
-    is_open = torch.ones_like(samples, dtype=torch.bool)
-    sees = mask[:, None].expand(*samples.shape, -1)  # (rows, S, columns)
-    lengths = mask.sum(dim=1, keepdim=True)  # of the prompts
-    logits = logits.expand(*samples.shape, -1)
+    # A column of the cache is seen by one sample, its owner, by ALL of its row, or by NONE (padding).
+    samples = torch.arange(B * k, device=device).view(len(cache_rows), -1)  # (rows, S)
+    owners = torch.where(mask, ALL, NONE)[cache_rows]  # (rows, columns)
+    logits = out.logits[cache_rows].expand(*samples.shape, -1)  # (rows, S, V)
 
+    # These have an item for each sample.
     u = u.view(B * k, T)
+    lengths = to_device([len(prompt) for prompt in prompts], device).repeat_interleave(k)
+    is_open = torch.ones(B * k, dtype=torch.bool, device=device)  # the sample has no end yet
     tokens = torch.full((B * k, T), -1, device=device)
     logps, entropies = torch.zeros(2, B * k, T, device=device)
 
     for t in progress_bar(range(T), desc="sample", unit="tok", delay=1):
-        token, logps[samples, t], entropies[samples, t] = draw(logits, u[samples, t], args.temperature)
-        tokens[samples, t] = token.where(is_open, -1)
-        is_open &= ~torch.isin(token, stops)
-        n_open = is_open.sum(dim=1).tolist()  # waits for the GPU
+        drawn, logps[samples, t], entropies[samples, t] = draw(logits, u[samples, t], args.temperature)
+        tokens[samples, t] = drawn.where(is_open[samples], -1)
+        is_open[samples] &= ~torch.isin(drawn, stops)
+        n_open = is_open[samples].sum(dim=1).tolist()  # waits for the GPU
         if t == T - 1 or not any(n_open):
             break
 
         # A row leaves the cache when all its samples have ended. The others keep equally many samples: first
         # the open ones, and then as many ended ones as that takes.
-        stay = to_device([row for row, n in enumerate(n_open) if n > 0 or not is_shared], device)
-        if len(stay) < len(n_open):
+        if is_shared and not all(n_open):
+            stay = to_device([row for row, n in enumerate(n_open) if n > 0], device)
             kv_cache.reorder_cache(stay)
-        order = is_open[stay].int().argsort(dim=1, descending=True, stable=True)
-        kept = stay[:, None], order[:, :max(n_open)]
-        samples, is_open, token, sees = samples[kept], is_open[kept], token[kept], sees[kept]
-        lengths = lengths[stay]
+            samples, owners = samples[stay], owners[stay]
+        order = is_open[samples].int().argsort(dim=1, descending=True, stable=True)
+        samples = samples.gather(1, order[:, :max(n_open)])
 
-        # A sample sees what it saw before, and its own new column.
-        own = torch.eye(token.shape[1], dtype=torch.bool, device=device)
-        sees = torch.cat([sees, own.expand(len(stay), -1, -1)], dim=2)
-        mask = sees[:, None]  # (rows, 1, samples, columns)
+        # Each sample adds a column, which it alone sees.
+        owners = torch.cat([owners, samples], dim=1)
+        mask = (owners == ALL)[:, None] | (owners[:, None] == samples[..., None])
+        mask = mask[:, None]  # (rows, 1, S, columns)
+        inputs = dict(attention_mask=mask, sample_mask=mask_of_samples(mask))
         if copies == k:
-            mask = sees[:, 0].long()  # (rows, columns): the model adds its windows
+            inputs = dict(attention_mask=(owners != NONE).long())  # the model adds its windows
         if not is_shared:
-            mask = None  # nothing is padded, and a recurrent model would misread a mask
+            inputs = {}  # nothing is padded, and a recurrent model would misread a mask
 
-        positions = (lengths + t).expand(token.shape)
-        inputs = dict(attention_mask=mask, position_ids=positions, use_cache=True)
-        logits = core(token, **inputs, **{cache_name: kv_cache}).logits
+        inputs |= {cache_name: kv_cache, "use_cache": True, "position_ids": lengths[samples] + t}
+        logits = core(tokens[samples, t].clamp(min=0), **inputs).logits
     return tokens.view(B, k, T), logps.view(B, k, T), entropies.view(B, k, T)
 
 
@@ -651,336 +725,200 @@ def draw(logits: torch.Tensor, u: torch.Tensor, temperature=1.0) -> tuple[torch.
 
 # ---- Rewards ---------------------------------------------------------
 
-def load_rewards(device: str, args: Args) -> list[tuple]:
+def load_rewards(args: Args) -> list[tuple]:
     """[(name, function, weight), ..]"""
     load = cache(load_module)  # a file is loaded once, also if several rewards are in it
     names, functions = [], []
     for spec in args.reward:
         file, _, name = spec.rpartition(":")
-        names.append(spec if name in names else name)  # each has a metric of its own
-        functions.append(getattr(load(file), name))
+        if not Path(file).is_file():
+            raise BadInput(f"--reward {spec}: expected FILE.py:FUNCTION, and a file that exists")
 
-    if args.reward_model:
-        names.append(Path(args.reward_model).name)
-        functions.append(load_reward_model(args.reward_model, device, args))
+        names_in_file = vars(load(file))
+        if not callable(names_in_file.get(name)):
+            others = [other for other, value in names_in_file.items() if inspect.isfunction(value)]
+            raise BadInput(f"{file} has no function {name!r}: it has {', '.join(others)}")
+        names.append(spec if name in names else name)  # each has a metric of its own
+        functions.append(names_in_file[name])
     return list(zip(names, functions, args.reward_weights or [1.0] * len(names)))
 
 
 def load_module(file: str):
-    """A user's file, as it is now, as a module. By the module's name a process pool finds its functions."""
-    path = os.path.abspath(file)
-    sys.path.insert(0, os.path.dirname(path))  # for its own imports, and for those of the pool
-    name = Path(path).stem
-    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != path:
+    """A user's file as a module. By the module's name a process pool finds its functions."""
+    path = Path(file).absolute()
+    sys.path.insert(0, str(path.parent))  # for its own imports, and for those of the pool
+    name = path.stem
+    while name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
         name += "_"  # another module has this name
 
-    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
-    sys.modules[name] = module
-    exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))  # a cache of bytecode may be old
-    return module
+    spec = spec_from_file_location(name, path)
+    sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
 
 
 def compute_rewards(samples: Samples, rows: list[Row], functions: list[tuple]) -> tuple[torch.Tensor, dict]:
-    """The weighted sum of the rewards, (B, k), NaN where all are None; and the mean of each reward."""
+    """The weighted sum of the rewards, (B, k), NaN where all are None; and the rewards of each function."""
     # What a function receives: lists with an item for each sample. The processes divide the rows.
     inputs = defaultdict(list)
     for i in np.array_split(range(len(rows)), process_count())[process_rank()]:
-        prompt = rows[i].columns["prompt"]
+        columns = dict(rows[i].columns)
+        prompt = columns.pop("prompt")
         for text, ids, ended in zip(samples.texts[i], samples.groups[i][1], samples.ended[i].tolist()):
             completion = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             sample = dict(prompts=prompt, completions=completion, completion_ids=list(ids), ended=ended)
-            for name, value in deepcopy(rows[i].columns | sample).items():  # a function may change its inputs
+            for name, value in deepcopy(columns | sample).items():  # a function may change its inputs
                 inputs[name].append(value)
-    inputs.pop("prompt", None)
 
     total = torch.full(samples.ended.shape, math.nan)  # (B, k)
-    means = {}
-    n = len(inputs["ended"])
+    function_rewards = {}
     for name, function, weight in functions:
-        values = function(**inputs) if n else []
-        if inspect.iscoroutine(values):
-            values = asyncio.run_coroutine_threadsafe(values, event_loop()).result()
-        rewards = [] if isinstance(values, (dict, set, str)) else list(values)
-        if len(rewards) != n:
-            raise BadInput(f"{name} returned {str(values)[:99]}: expected {n} numbers or None")
-
-        rewards = [math.nan if reward is None else float(reward) for reward in rewards]
+        rewards = call_reward(name, function, inputs) if inputs else []
         rewards = torch.tensor(list(chain(*all_gather(rewards)))).view(total.shape)
-        if rewards.isinf().any():
-            raise BadInput(f"{name} returned an infinite reward")
         total = torch.where(rewards.isnan(), total, total.nan_to_num(nan=0.0) + weight * rewards)
-        means[f"rewards/{name}"] = rewards.nanmean().item()
-    return total, means
+        function_rewards[name] = rewards
+    return total, function_rewards
 
 
-@cache
-def event_loop():
-    """One loop for all calls, so that a client in a reward function can be used again. It runs in a thread of
-    its own, because a notebook runs one in this thread."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True).start()
-    return loop
+def call_reward(name: str, function, inputs: dict[str, list]) -> list[float]:
+    """The reward of each sample, NaN for None. Errors of the user's own lines keep their traceback."""
+    try:
+        inspect.signature(function).bind(**inputs)
+    except TypeError as error:
+        raise BadInput(f"{name}: {error}: it is called with {', '.join(inputs)}; take **columns") from None
+    try:
+        values = function(**inputs)
+        values = list(values) if isinstance(values, Iterator) else values
+    except TypeError as error:
+        error.add_note("A completion is a string if the row's prompt is one, else a list of messages.")
+        raise
 
-
-def load_reward_model(name: str, device: str, args: Args):
-    """A classifier as a reward function. Its weights wait on the CPU; a call copies them to the GPU."""
-    tokenizer = load_tokenizer(name)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        name, dtype="auto", output_loading_info=True)
-    if info["missing_keys"] or model.config.num_labels != 1:  # missing weights would stay random
-        raise BadInput(f"--reward_model {name} is no classifier with one output, or lacks weights")
-    if device == "cuda":
-        model._apply(torch.Tensor.pin_memory)  # pinned memory is copied faster
-    pad = model.config.get_text_config().pad_token_id  # by it the model finds the end of a row
-
-    @torch.no_grad()
-    def score(prompts, completions, ended, **columns) -> list[float]:
-        rows = []
-        for i, (prompt, completion, has_ended) in enumerate(zip(prompts, completions, ended)):
-            if isinstance(prompt, str):
-                eos = tokenizer.eos_token or ""
-                rows.append(torch.tensor(tokenizer(prompt + completion + eos * has_ended).input_ids))
-                continue
-
-            row = {name: values[i] for name, values in columns.items()}
-            apply_template = template_of(row, tokenizer, args)
-            text = completion[0]["content"]
-            is_begun = prompt[-1]["role"] == "assistant"  # an answer that the sample continues
-            if not has_ended:  # the end of a turn is missing
-                options = dict(add_generation_prompt=not is_begun, continue_final_message=is_begun)
-                text = apply_template(prompt, **options) + text
-            elif is_begun:
-                message = prompt[-1] | {"content": prompt[-1]["content"] + text}
-                text = apply_template(prompt[:-1] + [message])
-            else:
-                text = apply_template(prompt + completion)
-            rows.append(torch.tensor(tokenizer(text, add_special_tokens=False).input_ids))
-
-        # A sample that is too long for this model gets no reward, NaN.
-        scores = torch.full((len(rows),), math.nan)
-        fitting = [i for i, ids in enumerate(rows) if len(ids) <= context_length(model.config)]
-        parts = [[n] for n in range(len(fitting))]
-        if pad is not None:
-            parts = pack([len(rows[i]) for i in fitting], args.tokens_per_forward, is_padded=True)
-
-        weights = chain(model.named_parameters(), model.named_buffers())
-        weights = {name: weight.to(device) for name, weight in weights}
-        for part in parts:
-            batch = [fitting[n] for n in part]
-            ids = pad_sequence([rows[i] for i in batch], batch_first=True, padding_value=-1).to(device)
-            inputs = dict(input_ids=ids.where(ids >= 0, pad or 0), attention_mask=(ids >= 0).long())
-            logits = torch.func.functional_call(model, weights, kwargs=inputs).logits
-            scores[batch] = logits[:, 0].float().cpu()
-        return scores.tolist()
-
-    return score
-
-
-# ---- Samples and the report ------------------------------------------
-
-def log_samples(out: Path, samples: Samples, rows: list[Row], rewards, step: int, held_out: bool):
-    """Adds the samples to samples.jsonl."""
-    lines = []
-    for row, texts, values in zip(rows, samples.texts, rewards.tolist()):
-        of_prompt = {"step": step, "held_out": held_out, "prompt": row.columns["prompt"]}
-        for text, value in zip(texts, values):
-            reward = None if math.isnan(value) else value
-            lines.append(of_prompt | {"completion": text, "reward": reward})
-    append(out / "samples.jsonl", lines)
-
-
-def report(out: Path) -> list[dict]:
-    """Prints three answers and the metrics of held-out prompts, before training and now. Returns metrics."""
-    history = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    samples = map(json.loads, (out / "samples.jsonl").open())
-    held_out = [sample for sample in samples if sample["held_out"]]
-    now = [sample for sample in held_out if sample["step"] == history[-1]["step"]]
-    for old, new in zip(held_out[:3], now):  # their prompts are the same
-        prompt = new["prompt"] if isinstance(new["prompt"], str) else new["prompt"][-1]["content"]
-        print("prompt ", repr(prompt if len(prompt) <= 80 else "…" + prompt[-79:]))  # its end is answered
-        print("before ", repr(old["completion"][:100]))
-        print("now    ", repr(new["completion"][:100]))
-
-    print(f"{'held out':31} before      now")
-    for name in list(history[0])[1:]:  # all but the step
-        values = [history[0][name], history[-1].get(name)]
-        cells = [f"{value:8.3f}" if isinstance(value, int | float) else str(value) for value in values]
-        print(f"{name:30}", *cells)
-    print(f"see {out}")
-    return history
+    n = len(inputs["ended"])
+    try:
+        rewards = [math.nan if value is None else float(value) for value in values]
+    except (TypeError, ValueError):
+        rewards = []
+    if len(rewards) != n or isinstance(values, dict | set | str):
+        raise BadInput(f"{name} returned {values!r:.99}: expected {n} numbers or None")
+    if not all(math.isfinite(reward) or value is None for reward, value in zip(rewards, values)):
+        raise BadInput(f"{name} returned {values!r:.99}: a reward is finite, or None")
+    return rewards
 
 
 # ---- Data ------------------------------------------------------------
 
-def load_data(tokenizer, args: Args) -> tuple[list[Row], list[Row]]:
-    """Rows to train on, and held-out rows: those of --eval_data, or all rows of some prompts."""
-    rows = load_rows(args.data, tokenizer, args)
-    if args.eval_data:
-        eval_rows = load_rows(args.eval_data, tokenizer, args)
-    else:
-        prompts = sorted({row.prompt for row in rows})
-        n = min(args.eval_size, len(prompts) // 10)
-        held_out = set(random.Random(0).sample(prompts, n))  # --seed changes nothing here
-        eval_rows = [row for row in rows if row.prompt in held_out]
-        rows = [row for row in rows if row.prompt not in held_out]
+def load_rows(file: str, tokenizer, args: Args) -> list[Row]:
+    """The prompts of a file as token ids. Those that cannot be answered are dropped and counted."""
+    config = AutoConfig.from_pretrained(base_of(args.model))
+    is_context = args.max_length == context_length(config) - args.max_new_tokens
+    limit = "the model's context without --max_new_tokens" if is_context else "--max_length"
 
-    prompts = {row.prompt for row in rows}
-    n_known = sum(row.prompt in prompts for row in eval_rows)
-    print(f"{len(rows)} rows to train on, {len(eval_rows)} held out ({n_known} with a prompt of the former)")
-
-    config = AutoConfig.from_pretrained(base_of(args.model)).get_text_config()
-    largest = max(max(row.prompt) for row in rows + eval_rows)
-    if largest >= config.vocab_size:
-        raise BadInput(f"{args.model} has no embedding for token {largest} of its tokenizer")
-    return rows, eval_rows
-
-
-def load_rows(source: str, tokenizer, args: Args) -> list[Row]:
-    """The rows of a file or of hub data. Rows that cannot be trained on are dropped and counted."""
     rows = []
     counts = Counter(rows=0)
-    for columns, (prompt,) in tokenize_rows(source, tokenizer, args, counts):
-        if len(prompt) > args.max_length:
-            counts[f"dropped: longer than {args.max_length} tokens"] += 1
+    for columns, prompt in tokenize_rows(file, tokenizer, args, counts):
+        if not prompt:
+            counts["dropped: an empty prompt"] += 1
+        elif len(prompt) > args.max_length:
+            counts[f"dropped: longer than {args.max_length} tokens, {limit}"] += 1
+        elif max(prompt) >= config.get_text_config().vocab_size:
+            raise BadInput(f"{args.model} has no embedding for some tokens of its tokenizer")
         else:
             rows.append(Row(as_tuple(prompt), columns))
 
-    print(f"{source}: {len(rows)} of", "; ".join(f"{count} {note}" for note, count in counts.items()))
+    counted = "; ".join(f"{count} {note}" for note, count in counts.items())
+    print(f"{file}: {len(rows)} of {counted}")
     if len(rows) < max(1, counts["rows"] / 2):
-        raise BadInput(f"{source}: too few rows")
+        raise BadInput(f"{file}: fewer than half of the rows are left: {len(rows)} of {counted}")
     names = dict.fromkeys(chain(*(row.columns for row in rows)))
     return [Row(row.prompt, names | row.columns) for row in rows]  # what a row lacks is None
 
 
-def tokenize_rows(source: str, tokenizer, args: Args, counts: Counter):
-    """Yields the columns of each row, and the token ids of its texts, here the prompt alone."""
+def tokenize_rows(file: str, tokenizer, args: Args, counts: Counter):
+    """Yields each row, and the token ids of its prompt."""
     plain = tokenizer("a", add_special_tokens=False).input_ids
     full = tokenizer("a").input_ids
     bos = full[:full.index(plain[0])] if plain else []  # what the tokenizer puts before a text
 
-    lines = iter(progress_bar(read_rows(source), desc="tokenize"))
-    while batch := list(islice(lines, 350)):
-        rendered = []
-        for line in batch:
-            counts["rows"] += 1
-            try:
-                columns = json.loads(line) if isinstance(line, str) else line
-                rendered += render(columns, tokenizer, args, counts)
-            except Exception as error:  # of JSON, of these columns, or of the chat template
-                raise BadInput(f"{source}, row {counts['rows']}: {error}") from error
+    rows = iter(progress_bar(read_rows(file, ("prompt",)), desc="tokenize"))
+    while batch := list(islice(rows, 1000)):
+        counts["rows"] += len(batch)
+        texts = [render(row, tokenizer, args, counts) for row in batch]
 
-        # One call for about 1,000 texts, which the tokenizer divides over the cores.
-        texts = chain(*(texts for _, texts in rendered))
+        # One call for many texts, which the tokenizer divides over the cores.
         options = dict(add_special_tokens=False, return_attention_mask=False, verbose=False)
-        all_ids = iter(tokenizer([*texts, ""], **options).input_ids)
-        for columns, texts in rendered:
-            sequences = [next(all_ids) for _ in texts]
-            if isinstance(columns["prompt"], str):  # a chat template writes BOS
-                sequences = [ids if ids[:len(bos)] == bos else bos + ids for ids in sequences]
-            yield columns, sequences
+        all_ids = tokenizer([text or "" for text in texts], **options).input_ids
+        for row, text, ids in zip(batch, texts, all_ids):
+            if isinstance(row["prompt"], str) and ids[:len(bos)] != bos:  # a chat template writes BOS
+                ids = bos + ids
+            if text is not None:
+                yield row, ids
 
 
-def read_rows(source: str):
-    """The rows of a file, or of hub data NAME, NAME:SPLIT or NAME:CONFIG:SPLIT. JSON Lines stay lines."""
-    ending = Path(source).suffix
-    if Path(source).is_file() and ending not in ENDINGS:
-        raise BadInput(f"{source}: expected a file that ends with {', '.join(ENDINGS)}")
-    if ending in (".jsonl", ".json"):
-        with open(source, encoding="utf-8-sig") as file:
-            lines = [line for line in file if line.strip()]
-        is_list = bool(lines) and lines[0].startswith("[")  # one JSON list, on any number of lines
-        return json.loads("".join(lines)) if is_list else lines
+def read_rows(file: str, names: tuple[str, ...]) -> list[dict]:
+    """The rows of a file of JSON Lines. The columns `names` must hold only strings or only messages."""
+    rows = []
+    with open(file, encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                kinds = {name: kind_of(row.get(name)) for name in names}
+            except (ValueError, AttributeError):  # no JSON, or no object
+                raise BadInput(f"{file}, line {number} is not a row of JSON: {line.strip()[:50]!r}") from None
+            if set(kinds.values()) not in ({"a string"}, {"messages"}):
+                found = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
+                raise BadInput(f"{file}, line {number}: {found}: tools/prepare.py makes plain rows")
+            rows.append(row)
 
-    import datasets
-    if ending in ENDINGS:
-        options = {"keep_default_na": False} if ending == ".csv" else {}  # else an answer "None" is a null
-        return datasets.load_dataset(ending[1:], data_files=source, split="train", **options)
-    names, bracket, part = source.partition("[")  # a split may be a slice, train[:1000]
-    name, *config = names.split(":")
-    split = config.pop() if config else "train"
-    return datasets.load_dataset(name, *config, split=split + bracket + part)
+    if not rows:
+        raise BadInput(f"{file} is empty")
+    return rows
 
 
-def render(columns: dict, tokenizer, args: Args, counts: Counter) -> list[tuple]:
-    """[(columns, [text])] of a row. [] if the prompt is empty."""
-    prompt = read_text(columns, "prompt")
-    if not "".join(texts_in(prompt)).strip():
-        counts["dropped: an empty prompt"] += 1
-        return []
-    columns = columns | {"prompt": prompt}
+def kind_of(text) -> str:
+    """What a column holds: a string, messages, or something else, which is shown."""
+    if isinstance(text, str):
+        return "a string"
+    try:
+        texts = [message["role"] + (message.get("content") or "") for message in text]
+    except (TypeError, KeyError, AttributeError):
+        texts = []
+    return "messages" if texts else f"{text!r:.60}"
 
+
+def render(row: dict, tokenizer, args: Args, counts: Counter) -> str | None:
+    """The prompt as the model reads it. None if the row is dropped."""
+    prompt = row["prompt"]
     if isinstance(prompt, str):
         if tokenizer.chat_template:
-            counts["strings, without the chat template; see demo/prepare_chat.py"] += 1
-        return [(columns, [prompt])]
+            counts["strings, to which the chat template is not applied"] += 1
+        return prompt
 
+    tools = row.get("tools") or []
+    options = args.chat_template_kwargs | (row.get("chat_template_kwargs") or {})
     is_begun = prompt[-1]["role"] == "assistant"  # an answer that the samples continue
-    text = template_of(columns, tokenizer, args)(
-        prompt, add_generation_prompt=not is_begun, continue_final_message=is_begun)
+    try:
+        text = tokenizer.apply_chat_template(
+            prompt, tokenize=False, tools=tools or None, add_generation_prompt=not is_begun,
+            continue_final_message=is_begun, **options)
+    except TemplateError as error:
+        counts[f"dropped: the template says {error}"] += 1
+        return None
 
-    # A template may drop the thoughts of earlier answers, but no other text.
+    # Earlier answers are not looked up: a template may drop their thoughts.
     kept = [message for message in prompt[:-1] if message["role"] != "assistant"]
-    if drops_text(text, kept + prompt[-1:]):
-        counts["with text that the template drops"] += 1
-    return [(columns, [text])]
-
-
-def template_of(columns: dict, tokenizer, args: Args):
-    """The chat template as a function of messages, with the tools and the options of a row."""
-    tools = without_nulls(columns.get("tools")) or []
-    if isinstance(tools, str):
-        tools = json.loads(tools)
-    tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]  # some files hold strings
-    options = args.chat_template_kwargs | without_nulls(columns.get("chat_template_kwargs") or {})
-    return partial(tokenizer.apply_chat_template, tokenize=False, tools=tools or None, **options)
-
-
-def drops_text(rendered: str, messages: list[dict]) -> bool:
-    """Whether a text of these messages is missing in what the template has written."""
-    noise = re.compile(r"\\[nrt]|\W")  # what a template changes when it strips a text or writes it as JSON
-    written = noise.sub("", rendered)
-    return any(noise.sub("", text) not in written for text in texts_in(messages))
-
-
-def read_text(columns: dict, name: str) -> str | list[dict]:
-    """A prompt or an answer: a string, or messages, whose parts of text are joined. Null is empty."""
-    if name not in columns:
-        raise ValueError(f"has no column {name!r}: it has {', '.join(columns)}")
-    text = without_nulls(columns[name]) or ""  # a copy
-    if isinstance(text, str):
-        return text
-
-    if not isinstance(text, list) or any("role" not in message for message in text):
-        raise ValueError(f"{name} is {text!r:.99}: expected a string, or a list of messages with a role")
-    for message in text:
-        if message.get("tool_calls") == []:  # some templates take an empty list for calls
-            del message["tool_calls"]
-        parts = message.get("content")
-        if isinstance(parts, list):
-            if any(part.get("type", "text") != "text" for part in parts):
-                raise ValueError(f"{name} has {parts!r:.99}: expected only parts of type text")
-            message["content"] = "".join(part["text"] for part in parts)
+    if leaves_out(text, kept + prompt[-1:], tools):
+        counts["of which the template leaves out text or tools, see tools/prepare.py --model"] += 1
     return text
 
 
-def texts_in(value) -> list[str]:
-    """The texts of a string or of messages, at any depth."""
-    if isinstance(value, dict):
-        value = [item for name, item in value.items() if name not in ("role", "type", "id", "tool_call_id")]
-    if isinstance(value, list):
-        return list(chain(*map(texts_in, value)))
-    return [value] if isinstance(value, str) else []
-
-
-def without_nulls(value):
-    """A JSON value without keys that are null, at any depth: files of columns fill them in."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    if not isinstance(value, str | int | float | None):  # a template would write "<datetime>"
-        raise ValueError(f"{value!r:.99} is no JSON value: give it as a string, for example in a .jsonl file")
-    return value
+def leaves_out(rendered: str, messages: list[dict], tools: list[dict]) -> bool:
+    """Whether a text of these messages, or the name of a tool, is not in what the template has written."""
+    words = [message.get("content") or "" for message in messages]
+    calls = chain(*(message.get("tool_calls") or [] for message in messages))
+    words += [call.get("function", call)["name"] for call in [*calls, *tools]]
+    return any(word.strip() not in rendered for word in words)
 
 
 def as_tuple(ids: list[int]) -> tuple[int, ...]:
@@ -1051,8 +989,12 @@ def add_adapter(model, name: str, trains: bool, args: Args):
     for part, module in model.named_modules():
         if trains and part.endswith(tuple(config.modules_to_save or ())):
             module.float()  # peft loads the trained weights into a copy of it, which must be float32
-    return peft.PeftModel.from_pretrained(
+    model = peft.PeftModel.from_pretrained(
         model, name, is_trainable=trains, autocast_adapter_dtype=trains)  # float32 weights train
+    missing = set(peft.get_peft_model_state_dict(model)) - set(peft.utils.load_peft_weights(name, "cpu"))
+    if missing:  # they would be those of a new adapter
+        raise BadInput(f"{name} has no weights for {min(missing)}")
+    return model
 
 
 # ---- Files of a run --------------------------------------------------
@@ -1065,90 +1007,89 @@ def describe_run(train_rows: list[Row], eval_rows: list[Row], args: Args) -> dic
 
     digest_of = cache(checkpoint_digest)  # reads a model once that is policy and reference
     run = vars(args) | {"script": Path(__file__).name, "rows": digest.hexdigest()}
-    for flag in ("model", "ref_model", "reward_model"):
-        run[f"{flag}'s weights"] = run[flag] and digest_of(run[flag])
+    run |= {"model's weights": digest_of(args.model), "ref_model's weights": digest_of(args.ref_model)}
     run = json.loads(json.dumps(run))  # tuples become lists
     if any(other != run for other in all_gather(run)):
         raise BadInput("the processes have other flags, rows or weights: give all of them the same files")
     return run
 
 
-def check_folder(out: Path, run: dict):
-    """Refuses a folder that holds another run, or logs of another program."""
+def open_folder(out: Path, run: dict) -> int:
+    """Returns the step after which the run in this folder resumes, or 0, and cuts the logs to this step.
+    Refuses the folder of another run."""
     file = out / "args.json"
-    if file.exists():
-        saved = json.loads(file.read_text())
+    logs = [out / name for name in LOGS if (out / name).exists()]
+    last_step = max(checkpoints(out), default=0)
+    if any(log.stat().st_size for log in logs):  # else there is nothing to lose
+        saved = json.loads(file.read_text()) if file.exists() else {}
+        script = saved.get("script", "another program")
+        if script != run["script"]:
+            raise BadInput(f"{out} holds a run of {script}: name another --out")
         differing = [name for name in run if saved.get(name) != run[name] and name not in MAY_CHANGE]
         if differing:
             raise BadInput(f"{out} holds a run with other {', '.join(differing)}: name another --out")
-    elif any((out / log).exists() for log in LOGS):
-        raise BadInput(f"{out} has logs, but not of a run of this script: name another --out")
 
-
-def training_state(policy, optimizer) -> dict:
-    """What a step changes: weights and their optimizer state, in place. A number, such as the step that some
-    optimizers count, becomes a tensor."""
-    state = {}
-    for name, weight in policy.named_parameters():  # a tied weight once
-        if weight.requires_grad:
-            state[name] = weight
-            for key, value in optimizer.state[weight].items():
-                state[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
-    return state
+    if is_first_process():
+        write_whole(file, [json.dumps(run, indent=1).encode()])
+        for log in logs:  # the lines of later steps will be written again
+            lines = log.read_bytes().splitlines(keepends=True) if last_step else []
+            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= last_step]
+            write_whole(log, kept)
+        if run["wandb"]:
+            import wandb
+            wandb.init(name=out.name, dir=out, config=run, resume="auto")
+    return last_step
 
 
 def checkpoints(out: Path) -> set[int]:
     """The steps of complete checkpoints, out/resume-STEP. Other names are the user's."""
-    steps = [file.parent.name[7:] for file in out.glob("resume-*/run.json")]
+    steps = [file.parent.name.removeprefix("resume-") for file in out.glob("resume-*/.metadata")]
     return {int(step) for step in steps if step.isdigit()}
 
 
-def save_checkpoint(out: Path, step: int, policy, optimizer):
-    """Writes out/resume-STEP, run.json last: without it a folder is no checkpoint. Removes older ones."""
+def training_state(policy, optimizer, run: dict, step: int) -> dict:
+    """What a step changes, and which run and step it is: what a checkpoint holds."""
+    options = StateDictOptions(ignore_frozen_params=True)
+    weights, moments = get_state_dict(policy, optimizer, options=options)
+    fixed = {name: value for name, value in run.items() if name not in MAY_CHANGE}
+    return {"weights": weights, "optimizer": moments, "run": json.dumps(fixed), "step": step}
+
+
+def save_checkpoint(out: Path, step: int, run: dict, policy, optimizer):
+    """Writes out/resume-STEP, which gets its name when it is complete. Removes older ones."""
+    writer = dcp.FileSystemWriter(out / ".resume", overwrite=True)  # that of a killed save
+    dcp.save(training_state(policy, optimizer, run, step), storage_writer=writer)
+    if is_first_process():
+        os.replace(out / ".resume", out / f"resume-{step}")
+        remove_checkpoints(out, all_but=step)
+
+
+def restore_checkpoint(out: Path, step: int, run: dict, policy, optimizer):
+    """Restores out/resume-STEP. Refuses that of another run."""
     folder = out / f"resume-{step}"
-    shutil.rmtree(folder, ignore_errors=True)  # of a killed save
-    barrier()
-    state = training_state(policy, optimizer)
-    files = {name: 1 + n // 64 for n, name in enumerate(state)}  # the writer holds a whole file in memory
-    dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, files, save_distributed=True))
+    state = training_state(policy, optimizer, run, step)
+    found = {"run": "", "step": 0}
+    dcp.load(found, checkpoint_id=folder)
+    if found != {"run": state["run"], "step": step}:
+        raise BadInput(f"{folder} is a checkpoint of another run: move it away")
 
-    if is_first_process():
-        write_whole(folder / "run.json", [b"{}"])  # marks the folder as complete
-        for other in checkpoints(out) - {step}:
-            shutil.rmtree(out / f"resume-{other}")
+    # A weight that had no gradient yet has no saved state of the optimizer. get_state_dict has made one.
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    moments = state["optimizer"]["state"]
+    for name in list(moments):
+        if not any(f"optimizer.state.{name}.{key}" in saved for key in moments[name]):
+            del moments[name]
+
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(
+        policy, optimizer, model_state_dict=state["weights"], optim_state_dict=state["optimizer"],
+        options=StateDictOptions(ignore_frozen_params=True, strict=False))
+    print(f"resumes after step {step}")
 
 
-def restore_checkpoint(out: Path, run: dict, policy, optimizer) -> int:
-    """Restores the newest checkpoint, and cuts the logs to its step. Returns it, or 0."""
-    step = max(checkpoints(out), default=0)
-    if step:
-        get_optimizer_state_dict(policy, optimizer)  # creates the optimizer's state, for dcp.load to fill in
-        reader = dcp.HuggingFaceStorageReader(out / f"resume-{step}")
-        saved = reader.read_metadata().state_dict_metadata.keys()
-        state = training_state(policy, optimizer)
-        unsaved = {name for name in state if name.startswith("optimizer.")} - saved
-        state = {name: value for name, value in state.items() if name not in unsaved}
-        dcp.load(state, storage_reader=reader)
-
-        for name, weight in policy.named_parameters():
-            for key, value in list(optimizer.state.get(weight, {}).items()):
-                place = f"optimizer.{name}.{key}"
-                if place in unsaved:  # this weight had no gradient yet
-                    del optimizer.state[weight][key]
-                elif not torch.is_tensor(value):
-                    optimizer.state[weight][key] = state[place].item()
-        print(f"resumes after step {step}")
-
-    if is_first_process():
-        write_whole(out / "args.json", [json.dumps(run, indent=1).encode()])
-        for log in LOGS:  # the lines of later steps will be written again
-            lines = (out / log).read_bytes().splitlines(keepends=True) if step else []
-            kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= step]
-            write_whole(out / log, kept)
-        if run["wandb"]:
-            import wandb
-            wandb.init(name=out.name, dir=out, config=run, resume="auto")
-    return step
+def remove_checkpoints(out: Path, all_but: int | None = None):
+    for step in checkpoints(out) - {all_but}:
+        shutil.rmtree(out / f"resume-{step}", ignore_errors=True)  # another process may be quicker
 
 
 def append(log: Path, lines: list[dict], to_wandb=False):
@@ -1156,7 +1097,9 @@ def append(log: Path, lines: list[dict], to_wandb=False):
     if not is_first_process():
         return
     with open(log, "a") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+        for line in lines:
+            values = {name: None if value != value else value for name, value in line.items()}  # no NaN
+            file.write(json.dumps(values) + "\n")
         file.flush()
         os.fsync(file.fileno())
     if to_wandb:
@@ -1166,7 +1109,7 @@ def append(log: Path, lines: list[dict], to_wandb=False):
 
 
 def save_model(model, tokenizer, out: Path, args: Args):
-    """Writes out/model, the model or adapter in the dtype of forward passes. Then the run is finished."""
+    """Writes out/model, the model or adapter in the dtype of forward passes. It marks the run as finished."""
     state = get_model_state_dict(model, options=StateDictOptions(
         full_state_dict=True, cpu_offload=True, ignore_frozen_params=True))
     if not is_first_process():
@@ -1181,24 +1124,31 @@ def save_model(model, tokenizer, out: Path, args: Args):
             state[name] = converted.setdefault(key, weight.to(getattr(torch, args.dtype)))
 
     hidden = out / ".model"
-    shutil.rmtree(hidden, ignore_errors=True)  # left by a killed save
     model.save_pretrained(hidden, state_dict=state)
     tokenizer.save_pretrained(hidden)
     if model is core:  # no adapter: the config still names the dtype of training
         core.config.dtype = args.dtype
         core.config.save_pretrained(hidden)
 
+    pattern = "*processor_config.json"  # of a model that reads images, too
+    base = base_of(args.model)
+    folder = base if Path(base).is_dir() else snapshot_download(base, allow_patterns=pattern)
+    for file in Path(folder).glob(pattern):
+        shutil.copy(file, hidden)
+
     os.sync()  # all of it is on the disk before the folder gets its name
     os.replace(hidden, out / "model")
-    for step in checkpoints(out):
-        shutil.rmtree(out / f"resume-{step}")
+    remove_checkpoints(out)
 
 
 if __name__ == "__main__":
     if int(os.environ.get("RANK", 0)):  # under torchrun only the first process prints
         sys.stdout = open(os.devnull, "w")
+    args = tyro.cli(Args, description=__doc__, use_underscores=True)
     try:
-        main(tyro.cli(Args, description=__doc__, use_underscores=True))
+        main(args)
+    except SystemExit as error:  # it would look like success
+        raise RuntimeError("a reward has ended the process") from error
     except (BadInput, KeyboardInterrupt) as error:
         print("rloo.py:", error, file=sys.stderr)
         sys.exit(2)

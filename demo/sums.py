@@ -33,8 +33,7 @@ N_TEST = 16  # held-out sums, of 81
 
 
 def right(prompts, completions, answer, **columns):
-    """1.0 if the last number of a completion is the answer, else 0.0. A completion is a string or a list of messages.
-    This is a reward for rloo.py, and a score for dpo.py and kto.py."""
+    """1.0 if the last number of a completion is the answer, else 0.0. Completions are strings or lists of messages."""
     rewards = []
     for completion, value in zip(completions, answer, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]

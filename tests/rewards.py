@@ -14,8 +14,8 @@ def constant(completions, **columns):
     return [0.7] * len(completions)
 
 
-def infinite(completions, **columns):
-    return [float("-inf")] * len(completions)
+def silent(completions, **columns):
+    return [None] * len(completions)
 
 
 def silent_at_step_2(completions, calls=[], **columns):  # noqa: B006

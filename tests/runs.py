@@ -69,8 +69,6 @@ def arguments(script="dpo", module=None, **changes):
                  batch_size=3, lr=3e-3, warmup=0.0, save_every=0)
     if script == "rloo":
         flags |= dict(reward=(f"{REWARDS}:letters",), max_new_tokens=6)
-    else:
-        flags["samples"] = 0
     return (module or SCRIPTS[script]).Args(**flags | changes)
 
 
@@ -120,6 +118,7 @@ def run_until(die_at, main, args):
         mortal(script, "learning_rate")  # in the middle of an optimizer step
         mortal(script, "append")
         mortal(os, "fsync")  # after a file of a checkpoint was written, perhaps not yet completely
+        mortal(os, "rename")
         mortal(os, "replace")
         mortal(shutil, "rmtree")
         main(args)

@@ -72,11 +72,8 @@ def grpo(batch, loss_type="grpo", clip_eps_high=0.2, tis_cap=None, **_):
             gains = r.clamp(max=1 + clip_eps_high).detach() * advantage * y.logp
         k3 = torch.exp(y.ref - y.logp) - (y.ref - y.logp) - 1
 
-        n = len(samples) * len(y.tokens)
-        if loss_type == "dr_grpo":
-            n = len(samples) * 6  # max_new_tokens
-        if loss_type in ("dapo", "cispo"):
-            n = n_tokens
+        sizes = {"dr_grpo": len(samples) * 6, "dapo": n_tokens, "cispo": n_tokens}  # 6: max_new_tokens
+        n = sizes.get(loss_type, len(samples) * len(y.tokens))
         if not isnan(y.reward):
             total = total - (gains - BETA * k3).sum() / n * tis_weight(y, tis_cap)
     return total

@@ -1,65 +1,55 @@
-"""How rows of a file become token ids: formats, rendering, the boundary of prompt and answer, and counted rows.
+"""How plain rows become token ids: the text that a model reads, the boundary of prompt and answer, counted rows.
 
-What is the same text in every script (tests/test_scripts.py) is tested through dpo.py.
+What is the same text in every script (tests/test_scripts.py) is tested through dpo.py. Formats: test_prepare.py.
 """
 import json
 import re
-import sys
-from datetime import date
-from itertools import product
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from models import bad_input, build, parametrize
-from runs import EACH, ROOT, SCRIPTS, TINY, TOKENIZER, data, read, save, tiny
+from runs import EACH, SCRIPTS, TINY, TOKENIZER, arguments, data, save, tiny
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 import dpo
 import kto
 import rloo
-from demo import prepare_chat
 
-END = "<|end|>"
-CHATS = read(data("dpo")[0])
-PROMPT, CHOSEN, REJECTED = (CHATS[0][name] for name in ("prompt", "chosen", "rejected"))
-TEXT = dict(prompt="The tea", chosen=" was warm.", rejected=" was bad.")
-RATED = dict(prompt="The tea", completion=" was warm.", label=True)
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" \
         "{% if add_generation_prompt %}<assistant>{% endif %}"
-CALLS = "{% if tools %}{{ tools | tojson }}{% endif %}{{ loud }}" + PLAIN.replace(
-    "{{ m.content", "{% if 'tool_calls' in m %}{{ m.tool_calls | tojson }}{% endif %}{{ m.content")
+ENDS = PLAIN.replace("m.content }}", "m.content }}</s>")
+NAMES = "{{ tools }}{{ loud }}" + PLAIN.replace("m.content", "m.content }}{{ m.tool_calls")
+THINKS = "{{ bos_token }}" + PLAIN.replace("m.content", "m.content.split('</think>')[-1]").replace(
+    "<assistant>", "<assistant><think>")  # where no answer follows
+COUNTS = "{{ messages | length if messages[0].role == 'system' }}" + PLAIN  # another prompt where an answer follows
+STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
 
 
-@pytest.fixture
-def load(tmp_path):
-    """The rows that a script makes from rows (dicts, or lines of text) or from a file."""
-    def load(rows, tokenizer=TOKENIZER, script=dpo, **flags):
-        path = rows
-        if isinstance(rows, list):
-            path = tmp_path / "rows.jsonl"
-            path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
-        return script.load_rows(str(path), tokenizer, script.Args(**flags))
-    return load
+def said(text, role="assistant", **more):
+    return [dict(role=role, content=text, **more)]
 
 
-def decode(row, tokenizer=TOKENIZER):
-    return [tokenizer.decode(ids) for ids in (row.prompt, row.chosen, row.rejected)]
+Q, B = said("q", "user"), said("b")
 
 
-def said(text, role="assistant"):
-    return [{"role": role, "content": text}]
+def text(columns):
+    """A row of strings, of "prompt|chosen|rejected"."""
+    prompt, chosen, rejected = columns.split("|")
+    return dict(prompt=prompt, chosen=chosen, rejected=rejected, completion=chosen, label=True)
 
 
-BRIEF = said("Be brief.", "system")
+def chat(prompt=Q, chosen="a", rejected=B, **columns):
+    return dict(prompt=prompt, chosen=said(chosen), rejected=rejected, completion=said(chosen), label=True, **columns)
 
 
-def chat(prompt="q", chosen="a", rejected="b"):
-    return dict(prompt=said(prompt, "user"), chosen=said(chosen), rejected=said(rejected))
+TEXT = text("The tea| was warm.| was bad.")
+BRIEF = said("Be brief.", "system") + Q
+LONG = said("W?", "user") + said("<think>Hm.</think>Warm.") + said("And s?", "user")
+CALLING = chat(rejected=said("b", tool_calls=[dict(function=dict(name="f", arguments={}))]))
+TOOLS = dict(tools=[dict(name="f")])
 
 
-def byte_level(front=(), back=(), **options):
+def byte_level(template=None, front=(), back=(), **options):
     """One token per byte, and special tokens before and after every text."""
     special = ["<s>", "</s>", "<en>"]
     tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -69,342 +59,170 @@ def byte_level(front=(), back=(), **options):
     backend.add_special_tokens(special)
     backend.post_processor = processors.TemplateProcessing(
         single=[*front, "$A", *back], special_tokens=list(zip(special, range(3))))
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **dict(bos_token="<s>", eos_token="</s>") | options)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template, **options)
 
 
-# --- Rendering
-
-def test_prompts_of_chats_may_stand_in_the_answers_too_or_only_there(load):
-    question = PROMPT[0]["content"]
-    for script, answers in (
-            (dpo, dict(chosen=CHOSEN, rejected=REJECTED)), (kto, dict(completion=CHOSEN, label=True)),
-            (kto, dict(completion=PROMPT + CHOSEN, label=True))):
-        one, two = load([answers | dict(prompt=prompt) for prompt in (PROMPT, question)], script=script)
-        assert one == two and TOKENIZER.decode(one.prompt).count(question) == 1
-
-    tokenizer = byte_level(chat_template=PLAIN)
-    for before, script in product((BRIEF + PROMPT, PROMPT + said("Yes.") + said("And?", "user")), (dpo, kto)):
-        expected = load([dict(prompt=before, chosen=CHOSEN, rejected=REJECTED)], tokenizer, script)
-        pair = dict(chosen=before + CHOSEN, rejected=before + REJECTED)
-        for prompt in (before, None, question):  # a string may be any question of what both begin with
-            assert load([pair | dict(prompt=prompt)], tokenizer, script) == expected
-        assert load([pair], tokenizer, script) == expected
+BYTES, BEGINS = byte_level(), byte_level(front=["<s>", "<en>"])
 
 
-def test_prompt_with_a_begun_answer_is_continued_by_rloo(load):
-    tokenizer = byte_level(chat_template=PLAIN.replace("m.content }}", "m.content }}."))
-    row, = load([dict(prompt=said("q", "user") + said("The tea is"))], tokenizer, rloo)
-    assert tokenizer.decode(row.prompt) == "<user>q.<assistant>The tea is"
+@pytest.fixture
+def load(tmp_path):
+    """The rows that a script makes from rows: dicts, or lines of text."""
+    def load(rows, tokenizer=BYTES, script=dpo, **flags):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+        return script.load_rows(str(path), tokenizer, script.Args(**dict(model=tiny()) | flags))
+    return load
 
 
-def test_flags_and_columns_reach_the_template(load):
-    tokenizer = byte_level(chat_template="{{ tools }}{{ loud }}" + PLAIN)
-    for columns, begin in (
-            (dict(tools=[{}], chat_template_kwargs=dict(loud="LOUD")), "[{}]LOUD"),
-            (dict(tools=[]), "None7"), (dict(tools="[]"), "None7"), ({}, "None7")):
-        row, = load([chat() | columns], tokenizer, chat_template_kwargs=dict(loud=7))
-        assert decode(row, tokenizer) == [f"{begin}<user>q<assistant>", "a", "b"]
+# --- The text that a model reads
+
+@parametrize("tokenizer, row, texts", [
+    (BYTES, TEXT, "The tea| was warm.</s>| was bad.</s>"),
+    (byte_level(back=["</s>"]), TEXT, "The tea| was warm.</s>| was bad.</s>"),
+    (ByT5Tokenizer(), TEXT, "The tea| was warm.</s>| was bad.</s>"),
+    (BEGINS, text("q|a|b"), "<s><en>q|a</s>|b</s>"),
+    (BEGINS, text("<s><en>q|a|b"), "<s><en>q|a</s>|b</s>"),
+    (BYTES, text("q|a</s>|b<en> \n"), "q|a</s>|b<en> \n"),  # any special token ends an answer, also before white space
+    (byte_level(PLAIN), chat(BRIEF), "<system>Be brief.<user>q<assistant>|a|b"),
+    (byte_level(PLAIN, front=["<s>"]), chat(), "<user>q<assistant>|a|b"),  # a template alone writes BOS
+    (byte_level(NAMES), chat(tools=[]), "None7<user>q<assistant>|a|b"),
+    (byte_level(NAMES), chat(tools=None, chat_template_kwargs=None), "None7<user>q<assistant>|a|b"),
+    (byte_level(NAMES), chat(chat_template_kwargs=dict(loud=8), **TOOLS), "[{'name': 'f'}]8<user>q<assistant>|a|b"),
+    (byte_level(THINKS, ["<s>"]), chat(LONG, "Warm.", B), "<s><user>W?<assistant>Warm.<user>And s?<assistant>|Warm.|b"),
+    (byte_level(COUNTS), chat(), "<user>q<assistant>|a|b")])
+def test_token_ids_are_those_of_the_text(load, tokenizer, row, texts):
+    """These tokenizers have a token for each byte, and special tokens."""
+    pair, = load([row], tokenizer, chat_template_kwargs=dict(loud=7))
+    expected = [tuple(tokenizer(part, add_special_tokens=False).input_ids) for part in texts.split("|")]
+    assert [pair.prompt, pair.chosen, pair.rejected] == expected
+
+    single, = load([row], tokenizer, kto, chat_template_kwargs=dict(loud=7))
+    assert (single.prompt, single.completion) == (pair.prompt, pair.chosen)
+    sampled, = load([row], tokenizer, rloo, chat_template_kwargs=dict(loud=7))
+    assert tokenizer.decode(sampled.prompt).removesuffix("<think>") == texts.split("|")[0]
+    assert single.whole_prompt == sampled.prompt
 
 
-def test_parts_of_text_are_joined(load):
-    parts = [dict(type="text", text=text, image=None) for text in ("Ho", "t?")]
-    assert load([chat(parts)]) == load([chat("Hot?")])
+def test_a_begun_answer_is_continued_by_rloo(load):
+    row, = load([dict(prompt=Q + said("The tea is"))], byte_level(PLAIN + "."), rloo)
+    assert BYTES.decode(row.prompt) == "<user>q<assistant>The tea is"
 
 
-def calling(schema, arguments, options):
-    answer = dict(role="assistant", content="a", tool_calls=[dict(name="f", arguments=arguments)])
-    return chat() | dict(chosen=[answer], tools=[dict(name="f", parameters=schema)], chat_template_kwargs=options)
+@parametrize("ends", [("s warm.", "s bad."), ("s warm.", ", bad."), (", warm.", "s bad."), (" warm.", " bad.")])
+def test_a_token_across_the_boundary_belongs_to_both_answers(load, ends):
+    """Also if it spans the prompt's end in one of them. In kto.py each answer has a prompt of its own."""
+    row, = load([text("The tea wa|" + "|".join(ends))], TOKENIZER)
+    tea, prompt = (tuple(TOKENIZER(begin).input_ids) for begin in ("The tea", "The tea wa"))
+    assert row.prompt == (tea if "s" in ends[0][0] + ends[1][0] else prompt)
+    for end, answer in zip(ends, (row.chosen, row.rejected)):
+        ids = tuple(TOKENIZER(f"The tea wa{end}<|end|>").input_ids)
+        single, = load([text(f"The tea wa|{end}|")], TOKENIZER, kto)
+        assert row.prompt + answer == single.prompt + single.completion == ids
+        assert single.prompt == (tea if end[0] == "s" else prompt)
 
 
-TOOLS = [calling(dict(port=dict(enum=["Brest", None])), dict(port="Brest"), None),
-         calling(dict(width=dict(type="int")), dict(width="1\n\"m\""), dict(loud="LOUD"))]
+@EACH
+def test_rows_keep_their_order_over_several_batches_and_share_their_numbers(load, script):
+    rows = [text(f"Tea {i}|{' warm' * (i % 3 + 1)}| b") for i in range(1100)]
+    loaded = load(rows, TOKENIZER, SCRIPTS[script])
+    assert [TOKENIZER.decode(row.prompt) for row in loaded] == [row["prompt"] for row in rows]
+    numbers = [number for row in loaded for number in row.prompt]
+    assert len(set(map(id, numbers))) == len(set(numbers))
+    assert script != "dpo" or TOKENIZER.decode(loaded[-1].chosen) == rows[-1]["chosen"] + "<|end|>"
 
 
-def test_nulls_are_no_values_at_any_depth(load):
-    """But an item of a list is one, such as null in an enum."""
-    tokenizer = byte_level(chat_template=CALLS)
-    row, (tool,), (question,) = TOOLS[0], TOOLS[0]["tools"], TOOLS[0]["prompt"]
-    first, *others = load([
-        row,
-        row | dict(tools=[tool | dict(strict=None)], chat_template_kwargs=dict(loud=None)),
-        row | dict(prompt=[question | dict(tool_calls=None)]),
-        row | dict(prompt=[question | dict(tool_calls=[])]),
-        row | dict(tools=json.dumps([tool])),
-        row | dict(tools=[json.dumps(tool)])], tokenizer, chat_template_kwargs=dict(loud="!"))
-    assert others == [first] * 5
-    prompt, chosen, _ = decode(first, tokenizer)
-    assert '"enum": ["Brest", null]' in prompt and "]!<user>" in prompt and '{"port": "Brest"}' in chosen
+def test_labels_rewards_and_columns_of_rloo(load):
+    labels = [True, 1, 1.0, False, 0, 0.0]
+    rows = load([TEXT | dict(label=label) for label in labels], script=kto)
+    assert [row.is_desirable for row in rows] == list(map(bool, labels))
 
-
-@parametrize("script", [dpo, rloo])
-def test_strings_beside_a_template_are_reported(load, capsys, script):
-    for row, tokenizer, is_reported in (
-            (TEXT, TOKENIZER, True), (TEXT, byte_level(), False), (CHATS[0], TOKENIZER, False)):
-        load([row], tokenizer, script)
-        assert ("; 1 strings, without the chat template" in capsys.readouterr().out) == is_reported
-
-
-# --- The boundary between prompt and answer
-
-@parametrize("ends", [("s warm.", "s bad."), ("s warm.", ", bad."), (", warm.", "s bad.")])
-def test_token_across_the_boundary_moves_to_both_answers_and_is_counted(load, capsys, ends):
-    """Also if it spans the prompt's end in one of them."""
-    pair = dict(prompt="The tea wa", chosen=ends[0], rejected=ends[1])
-    row, = load([pair])
-    assert row.prompt == tuple(TOKENIZER("The tea").input_ids)
-    for answer, end in zip((row.chosen, row.rejected), ends):
-        assert row.prompt + answer == tuple(TOKENIZER(f"The tea wa{end}{END}", add_special_tokens=False).input_ids)
-    assert "; 1 whose prompt ends early" in capsys.readouterr().out
-
-    load([pair], script=kto)  # where each answer has a prompt of its own
-    assert f"; {sum(end[0] == 's' for end in ends)} whose prompt ends early" in capsys.readouterr().out
-
-
-R1 = "{{ bos_token }}" + PLAIN.replace("m.content", "m.content.split('</think>')[-1]").replace(
-    "<assistant>", "<assistant><think>")
-
-
-@parametrize("template, differs", [(PLAIN, False), (R1, True)])  # from the prompt alone where an answer follows
-def test_templates_give_the_prompts_of_rloo_without_a_second_bos(load, capsys, template, differs):
-    tokenizer = byte_level(["<s>"], chat_template=template)
-    prompt = BRIEF + said("Warm?", "user") + said("Warm.") + said("And s?", "user")
-    pair = dict(prompt=prompt, chosen=said("Warm."), rejected=said("s"))  # both stand in the prompt
-    row, = load([pair], tokenizer)
-    assert ("; 1 whose prompt ends early" in capsys.readouterr().out) == differs
-    assert decode(row, tokenizer)[1:] == ["Warm.", "s"]
-
-    sampled, = load([pair], tokenizer, rloo)
-    assert row.whole_prompt == sampled.prompt and sampled.prompt[:len(row.prompt)] == row.prompt
-    assert (row.prompt == sampled.prompt) != differs
-    text = tokenizer.decode(sampled.prompt)
-    assert text.count("Be brief.") == 1 and text.count("<s>") == template.count("bos_token")
-
-
-@parametrize("template, row, lost", [
-    (PLAIN.replace("m.content", "m.content | trim"), chat(" q ", "a\n"), False),
-    (CALLS, TOOLS[1], False),
-    (PLAIN, TOOLS[1], True),
-    (R1, chat(chosen="<think>Hm.</think>a"), True),
-    (R1, chat() | dict(prompt=said("<think>Hm.</think>a") + said("q", "user")), False),  # an old thought
-    (PLAIN.replace("messages", "messages if m.role != 'human'"), chat() | dict(prompt=said("Q?", "human")), True),
-    (PLAIN.replace("messages", "messages if m.role != 'human'"),
-     chat() | dict(prompt=said("Hm?", "human") + said("Q?", "user")), True)])
-def test_text_that_the_template_drops_is_counted(load, capsys, template, row, lost):
-    for script in (dpo, rloo) if row["chosen"] == said("a") else (dpo,):
-        load([row, row], byte_level(chat_template=template), script)
-        assert ("2 with text that the template drops" in capsys.readouterr().out) == lost
-
-
-def test_rows_whose_question_would_be_trained_are_dropped(load, capsys):
-    """As Mistral's template may, this one writes a system message differently where an answer follows."""
-    tokenizer = byte_level(chat_template="{{ messages | length if messages[0].role == 'system' }}" + PLAIN)
-    rows = load([chat(), chat(), chat() | dict(prompt=BRIEF + said("q", "user"))], tokenizer)
-    assert rows == load([chat(), chat()], tokenizer)
-    assert "; 1 dropped: the template writes another prompt" in capsys.readouterr().out
-
-
-@parametrize("beginning, tokenizer", [
-    ("", byte_level(back=["</s>"])), ("<s><en>", byte_level(["<s>", "<en>"], ["</s>"])), ("", ByT5Tokenizer())])
-def test_text_gets_one_bos_and_one_eos(load, beginning, tokenizer):
-    prompt = beginning + "The tea"
-    for row in (TEXT, dict(TEXT, prompt=prompt), dict(TEXT, chosen=" was warm.</s>")):
-        assert decode(load([row], tokenizer)[0], tokenizer) == [prompt, " was warm.</s>", " was bad.</s>"]
-        assert tokenizer.decode(load([row], tokenizer, rloo)[0].prompt) == prompt
-
-
-def test_rows_are_divided_by_whole_prompts(load, tmp_path):
-    """A prompt's last token may merge with one answer alone."""
-    rows = [dict(prompt=f"The tea {i} wa", chosen=f"{end} warm {i}.", rejected=f"{end} bad {i}.")
-            for i in range(40) for end in ("s", ",")]
-    assert len({row.prompt for row in load(rows, script=kto)}) == 80
-    parts = kto.load_data(TOKENIZER, kto.Args(model=tiny(), data=f"{tmp_path}/rows.jsonl"))
-    train_prompts, held_out_prompts = ({row.whole_prompt for row in part} for part in parts)
-    assert len(held_out_prompts) == 4 and not train_prompts & held_out_prompts
-    assert [len(part) for part in parts] == [144, 16]
-
-
-# --- Rows that are left out
-
-@parametrize("script, answers", [(dpo, ("chosen", "rejected")), (kto, ("completion",)), (rloo, ())])
-def test_long_rows_are_dropped_and_counted(load, capsys, script, answers):
-    rows = [dict(RATED if script is kto else TEXT, prompt=" tea" * n) for n in (1, 2, 3, 500)]
-    last = load(rows[:3], script=script)[-1]
-    limit = len(last.prompt) + max((len(getattr(last, name)) for name in answers), default=0)
-    assert len(load(rows, script=script, max_length=limit)) == 3
-    assert re.search(rf"3 (answers )?of 4 rows.*1 dropped: longer than {limit}", capsys.readouterr().out)
-    assert len(load(rows, script=script, max_length=limit - 1)) == 2
-
-
-@parametrize("script, good, bad, words", [
-    (dpo, TEXT, dict(prompt=""), "an empty"),
-    (dpo, TEXT, dict(chosen=" \n"), "an empty"),
-    (dpo, TEXT, dict(rejected=None), "an empty"),
-    (dpo, TEXT, dict(chosen=TEXT["rejected"] + END), "equal"),
-    (dpo, CHATS[0], dict(chosen=None), "an empty"),
-    (dpo, CHATS[0], dict(rejected=said(" ")), "an empty"),
-    (dpo, CHATS[0], dict(prompt=None), "an empty"),
-    (kto, CHATS[0], dict(chosen=REJECTED), "equal"),
-    (kto, RATED, dict(completion=None), "an empty"),
-    (rloo, RATED, dict(prompt=None), "an empty")])
-def test_rows_that_teach_nothing_are_dropped_and_counted(load, capsys, script, good, bad, words):
-    bad = good | bad
-    n_rows = len(load([good, bad, good, bad], script=script))
-    assert n_rows == len(load([good, good], script=script))
-    assert re.search(f"of 4 rows;.* 2 dropped: {words}", capsys.readouterr().out)
-    with bad_input("too few rows"):
-        load([good, bad, bad, bad, bad, bad], script=script)
-
-
-# --- Rows that are refused
-
-@parametrize("script, bad, words", [
-    ("dpo", dict(question="q", good="a"), "has no column 'chosen': it has question, good"),
-    ("kto", dict(prompt="q", completion="a"), "label is None: expected true, false"),
-    ("rloo", dict(question="q"), "has no column 'prompt': it has question"),
-    ("dpo", dict(chosen=" a b", rejected=" a c"), "strings need a column 'prompt'"),
-    ("kto", dict(completion=said("a"), label=1), "has no column 'prompt'"),
-    ("dpo", dict(TEXT, chosen=5), "chosen is 5: expected a string, or a list"),
-    ("dpo", dict(TEXT, chosen=[{"from": "gpt"}]), "chosen is .*: expected a string, or a list"),
-    ("dpo", chat([dict(type="image", image="a.png")]), "prompt has .*: expected only parts of type text"),
-    ("dpo", dict(TEXT, chosen=CHOSEN), "strings and messages are mixed"),
-    ("dpo", dict(chat(), chosen=said("x", "user") + said("a")), ".*user or system message"),
-    ("dpo", dict(chat(), rejected=said("a") + said("x", "system")), ".*user or system message"),
-    ("rloo", '{"prompt": ', "Expecting value")])
-def test_unreadable_rows_are_refused_by_number(load, script, bad, words):
-    good = RATED if script == "kto" else TEXT
-    with bad_input(f"rows.jsonl, row 2: {words}"):
-        load([good, "", bad, good, good], script=SCRIPTS[script])
-
-
-def test_strings_need_an_eos_token(load):
-    with bad_input("row 1: strings need an EOS"):
-        load([TEXT], byte_level(eos_token=None))
-
-
-def test_rewards_of_the_data_are_read_for_rpo_only(load):
     rated = TEXT | dict(chosen_reward=2, rejected_reward=-0.5)
     assert load([rated])[0].rewards == (0.0, 0.0)
     assert load([rated], loss=("sft", "rpo_sq"))[0].rewards == (2.0, -0.5)
-    with bad_input("needs numbers in"):
-        load([rated, TEXT | dict(chosen_reward=1)], loss=("rpo_sq",))
+    with bad_input("needs numbers in chosen_reward and rejected_reward"):
+        load([TEXT | dict(chosen_reward=1)], loss=("rpo_sq",))
 
-
-def test_labels(load):
-    labels = [True, 1, 1.0, "1", "true", "True", False, 0, 0.0, "0", "false", "False"]
-    rows = load([RATED | dict(label=label) for label in labels], script=kto)
-    assert [row.is_desirable for row in rows] == [True] * 6 + [False] * 6
-
-
-def test_rows_of_a_pair_do_not_depend_on_each_other(load):
-    spanning = dict(prompt="The tea wa", chosen=", it was warm.", rejected="s bad.")  # a token spans the prompt's end
-    rows = load([TEXT, spanning], script=kto)
-    single = [dict(prompt=pair["prompt"], completion=pair[name], label=name == "chosen")
-              for pair in (TEXT, spanning) for name in ("chosen", "rejected")]
-    assert [row[:3] for row in rows] == [row[:3] for row in load(single, script=kto)]
-    assert rows[2].prompt != rows[3].prompt
-
-
-# --- Files
-
-DAY = "2026-11-26"
-ROWS = [dict(prompt=f"The tea,\u2028{n}", chosen=' was "warm",\r\nvery.', rejected=" was bad.", id="NA", day=DAY)
-        for n in range(3)]
-
-
-@parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
-def test_every_format_gives_the_same_rows(load, tmp_path, monkeypatch, name):
-    def write(rows):
-        if name == "a.jsonl":  # with a byte order mark, empty lines, and what str.splitlines takes for an end
-            lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-            path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(lines).encode())
-        elif name == "a.json":
-            path.write_text(json.dumps(rows, indent=1))
-        else:
-            table = datasets.Dataset.from_list(rows)
-            table.to_csv(path) if name == "a.csv" else table.to_parquet(path)
-
-    if name in ("a.csv", "a.parquet"):
-        datasets = pytest.importorskip("datasets")
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    tokenizer = byte_level(chat_template=CALLS)
-    for i, rows in enumerate([ROWS] if name == "a.csv" else [ROWS, CHATS, TOOLS]):
-        path = tmp_path / f"{i}{name}"
-        write(rows)
-        loaded = load(path, tokenizer, score="FILE:FUNCTION")
-        assert [row[:3] for row in loaded] == [row[:3] for row in load(rows, tokenizer)]
-        assert rows is TOOLS or [row.columns for row in loaded] == rows
-
-
-def test_a_date_in_a_message_is_refused():
-    """A template would write <datetime>. Some files hold dates, where a JSON file has strings."""
-    message = said("q") + [dict(role="tool", content="", day=date.fromisoformat(DAY))]
-    with pytest.raises(ValueError, match="is no JSON value: give it as a string"):
-        dpo.read_text(dict(prompt=message), "prompt")
-
-
-def test_hub_data_is_loaded_by_name_configuration_and_split(monkeypatch):
-    asked = []
-    hub = SimpleNamespace(load_dataset=lambda *names, split: asked.append((*names, split)) or CHATS)
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    for source in ("some/data", "some/data:train[5:9]", "some/data:en:test"):
-        assert dpo.read_rows(source) is CHATS
-    assert asked == [("some/data", "train"), ("some/data", "train[5:9]"), ("some/data", "en", "test")]
-
-
-def test_prompts_of_rloo_have_the_columns_of_all_rows(load):
     rows = [dict(prompt="The tea"), dict(prompt="The soup", answer=[4])]
     assert [row.columns for row in load(rows, script=rloo)] == [rows[0] | dict(answer=None), rows[1]]
 
 
-def test_ids_are_shared_objects_and_columns_are_not_kept(load):
-    first, second = load(CHATS[:2])
-    numbers = {id(number): number for row in (first, second) for ids in row[:3] for number in ids}
-    assert len(numbers) == len(set(numbers.values())) and first.columns == {}
+def test_byte_order_mark_and_line_ends_of_a_file_are_no_text(tmp_path):
+    """U+2028 does not end a line."""
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(text(f"Tea\u2028{n}|a|b"), ensure_ascii=False) for n in range(2)]
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(lines).encode())
+    assert [row["prompt"] for row in dpo.read_rows(path, ("chosen",))] == ["Tea\u20280", "Tea\u20281"]
 
 
-def test_rows_keep_their_order_over_several_batches(load):
-    rows = [dict(TEXT, prompt=f"Tea {i}", chosen=" warm" * (i % 3 + 1)) for i in range(800)]
-    for script in (dpo, rloo):
-        loaded = load(rows, script=script)
-        assert [TOKENIZER.decode(row.prompt) for row in loaded] == [row["prompt"] for row in rows]
-    assert decode(load(rows)[-1])[1] == rows[-1]["chosen"] + END
+# --- What is counted, dropped or refused
+
+LEFT_OUT = "of which the template leaves out text or tools"
 
 
-def test_prepare_chat_divides_dialogues_into_strings(load, tmp_path):
-    begin = "\n\nHuman: Hot?\n\nAssistant: Yes.\n\nHuman: Good?\n\nAssistant:"
-    pair = dict(chosen=" Only warm.", rejected=" Oh.")
-    rows = [pair | dict(prompt=begin), {name: begin + text for name, text in pair.items()}]
-    source, strings, messages = (f"{tmp_path}/{name}.jsonl" for name in ("source", "strings", "messages"))
-    Path(source).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8-sig")
-    prepare_chat.main(source, strings, change=prepare_chat.divide)
-    assert [decode(row) for row in load(strings)] == [[begin, pair["chosen"] + END, pair["rejected"] + END]] * 2
-    prepare_chat.main(source, messages)
-    assert [row["chosen"] for row in read(messages)] == [said("Only warm.")] * 2
+@parametrize("tokenizer, row, note", [
+    (TOKENIZER, TEXT, "strings, to which the chat template is not applied"),
+    (BYTES, TEXT, "with </s> added"), (BYTES, text("q|a</s>|b"), "with </s> added"), (BYTES, text("q|a</s>|b<en>"), ""),
+    (byte_level(PLAIN.replace("m.content", "m.content | trim")), chat(said(" q ", "user"), "a\n"), ""),
+    (byte_level(PLAIN.replace("messages", "messages if m.role != 'system'")), chat(BRIEF), LEFT_OUT),
+    (byte_level(PLAIN), chat(**TOOLS), LEFT_OUT), (byte_level(NAMES), chat(**TOOLS), ""),
+    (byte_level(PLAIN), CALLING, LEFT_OUT), (byte_level(NAMES), CALLING, ""),
+    (byte_level(THINKS), chat(chosen="<think>Hm.</think>a"), LEFT_OUT),
+    (byte_level(THINKS), chat(LONG), ""),  # an old thought
+    (byte_level(COUNTS), chat(BRIEF), "dropped: the template writes another prompt where an answer follows"),
+    (byte_level(STRICT), chat(BRIEF), "dropped: the template says no system"),
+    (BYTES, text("q|b</s>|b"), "dropped: equal answers"), (BYTES, text("|a|b"), "dropped: equal answers"),
+    (BYTES, text("q||b"), "dropped: an answer without text"), (BYTES, text("q|a|</s>"), "dropped: an answer without"),
+    (byte_level(ENDS), chat(chosen=""), "dropped: an answer without text")])
+def test_what_becomes_of_a_row_is_counted_and_told(load, capsys, tokenizer, row, note):
+    other = chat() if tokenizer.chat_template else text("q|a</s>|b</s>")
+    n_left = 3 if note.startswith("dropped") else 5
+    assert len(load([other, other, other, row, row], tokenizer)) == n_left
+    printed = capsys.readouterr().out
+    assert f" {n_left} of 5 rows" in printed
+    assert f"; 2 {note}" in printed if note else not re.search("; [1-9]", printed)
+    if n_left == 3:
+        with bad_input(f"fewer than half of the rows are left: 1 of 3 rows;.* 2 {note}"):
+            load([other, row, row], tokenizer)
 
 
-# --- Held-out rows, and paths
+def test_rows_of_other_scripts_are_dropped_and_counted(load, capsys):
+    for script, row, note in ((kto, text("q||b"), "an answer without text"), (rloo, text("||"), "an empty prompt"),
+                              (rloo, chat(BRIEF), "the template says no system")):
+        load([TEXT, TEXT, row], byte_level(STRICT), script)
+        assert re.search(rf" 2 of 3 rows;.*; 1 dropped: {note}", capsys.readouterr().out)
 
-@EACH
-def test_held_out_prompts_that_are_trained_on_are_counted(capsys, script):
-    path = data("dpo")[0]
-    for eval_data, words in ((path, r"(\d+) held out \(\1 with"), (None, r"held out \(0 with")):
-        args = SCRIPTS[script].Args(model=tiny(), data=path, eval_data=eval_data)
-        SCRIPTS[script].load_data(TOKENIZER, args)
-        assert re.search(words, capsys.readouterr().out)
+
+@parametrize("script, n_tokens", [("dpo", 18), ("kto", 18), ("rloo", 7)])  # "The tea was warm.</s>"
+def test_long_rows_are_dropped_and_the_limit_is_named(load, capsys, script, n_tokens):
+    rows = [TEXT | dict(prompt=prompt) for prompt in ("The tea", "The tea", "The tea!", "!" * 300)]
+    module = SCRIPTS[script]
+    assert len(load(rows, script=module, max_length=n_tokens)) == 2
+    assert f"; 2 dropped: longer than {n_tokens} tokens, --max_length" in capsys.readouterr().out
+    args = module.resolve(arguments(script, max_length=1000))  # the model has 256 positions
+    assert len(load(rows, script=module, **vars(args))) == 3
+    words = "250 tokens, the model's context without" if script == "rloo" else "256 tokens, the model's context"
+    assert f"; 1 dropped: longer than {words}" in capsys.readouterr().out
+
+
+@parametrize("script, bad, words", [
+    (dpo, dict(question="q"), "prompt is None, chosen is None, rejected is None: tools/prepare.py makes plain rows"),
+    (kto, dict(prompt="q"), "prompt is a string, completion is None"), (rloo, dict(prompt=5), "prompt is 5"),
+    (dpo, TEXT | dict(chosen=B), "prompt is a string, chosen is messages, rejected is a string"),
+    (dpo, TEXT | dict(chosen=[{"from": "gpt"}]), r".*chosen is \[{'from': 'gpt'}\]"),
+    (dpo, chat([]), r"prompt is \[\]"), (dpo, chat(said([dict(type="text", text="q")])), r"prompt is \[{'role'"),
+    (dpo, "hello", "'hello"), (dpo, "5", "'5"),
+    (kto, TEXT | dict(label="true"), "'true': expected true or"), (kto, TEXT | dict(label=None), "None: expected")])
+def test_other_rows_are_refused_in_a_sentence(load, script, bad, words):
+    with bad_input(f"rows.jsonl(, line 3: |, line 3 is not a row of JSON: |: a label is ){words}"):
+        load([TEXT, "", bad, TEXT], script=script)
+    with bad_input("rows.jsonl is empty"):
+        load(["", " "], script=script)
 
 
 @EACH
 def test_tokens_that_the_model_lacks_are_refused(script):
     folder = save(build("llama", TINY | dict(vocab_size=300)), "few_tokens")
-    with bad_input("no embedding for token"):
-        SCRIPTS[script].load_data(TOKENIZER, SCRIPTS[script].Args(model=folder, data=data("dpo")[0]))
-
-
-def test_a_path_to_nothing_is_refused_at_once():
-    for name in ("Qwen/Qwen2.5-0.5B", "some/data:train[5:9]", "gpt2"):
-        assert dpo.find_path(name) == name
-    for name in ("/no/model", "./model", "~/model", "rows.json"):
-        with bad_input(f"{name} does not exist"):
-            dpo.find_path(name)
-    with bad_input("expected a file that ends with .jsonl, .json"):
-        dpo.read_rows(f"{ROOT}/pyproject.toml")
+    with bad_input("no embedding for some tokens"):
+        SCRIPTS[script].load_rows(data(script)[0], TOKENIZER, SCRIPTS[script].Args(model=folder))

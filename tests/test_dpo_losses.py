@@ -101,8 +101,8 @@ def test_simpo_alone_has_rewards_per_token(loss, margins, accuracies):
 
 @torch.no_grad()
 def test_log_ratios_are_log_probs_without_a_reference():
-    rows = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), (0.0, 0.0), (), {}),
-            Row((8, 3), (77, 2), (21, 4, 96, 5, 2), (2.0, -1.0), (), {})]
+    rows = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), (0.0, 0.0)),
+            Row((8, 3), (77, 2), (21, 4, 96, 5, 2), (2.0, -1.0))]
     batch = compute_batch(make("llama"), rows, None)
     assert batch.reward_w.tolist() == [0, 2] and batch.reward_l.tolist() == [0, -1]
     assert batch.ratio_w.equal(batch.logp_w) and batch.ratio_l.equal(batch.logp_l)

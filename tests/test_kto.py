@@ -1,4 +1,4 @@
-"""kto.py: the loss and z by hand, and runs. What it shares with dpo.py is the same text, tested in test_dpo.py."""
+"""kto.py: the loss and z by hand, and its rows. What it shares with dpo.py is the same text, tested there."""
 from itertools import product
 
 import numpy as np
@@ -8,9 +8,14 @@ from models import bad_input, logps, make, parametrize
 from torch import sigmoid, tensor
 
 import kto
-from kto import Args, Batch, Row, draw_others, feedback_loss, metrics
+from kto import Args, Batch, Row, draw_others, feedback_loss, metrics, print_balance
 
-# --- The loss
+
+def make_row(prompt, completion, is_desirable=True, other=()):
+    return Row(prompt, completion, is_desirable, other, whole_prompt=prompt)
+
+
+# --- The loss and z
 
 @parametrize("name, formula", [
     ("kto", lambda w, l: [1.2 * (1 - sigmoid(0.2 * (w - 0.4))), 0.9 * (1 - sigmoid(0.2 * (0.4 - l)))]),
@@ -28,47 +33,16 @@ def test_loss_and_gradient_by_hand(name, formula):
 def test_metrics_by_hand():
     batch = Batch(logp=tensor([-9.0, -8.0, -7.0]), ratio=tensor([-2.0, 1.0, 0.0]), length=tensor([4.0, 4.0, 4.0]),
                   is_desirable=tensor([True, False, False]))
-    expected = {
-        "rewards/accuracies": [0.0, 0.0, 0.5], "rewards/chosen": [-0.2], "rewards/rejected": [0.1, 0.0],
-        "logps/chosen": [-9.0], "logps/rejected": [-8.0, -7.0], "logratio": [0.5, 0.25, 0.0], "nll/chosen": [2.25]}
     values = metrics(batch, Args(beta=0.1))
-    assert values.keys() == expected.keys()
-    for name, (value, mask) in values.items():
-        assert value[mask].tolist() == pytest.approx(expected[name]), name
+    assert {name: value[mask].tolist() for name, (value, mask) in values.items()} == {
+        "rewards/accuracies": [0.0, 0.0, 0.5], "logratio": [0.5, 0.25, 0.0], "nll/chosen": [2.25],
+        "rewards/chosen": pytest.approx([-0.2]), "rewards/rejected": pytest.approx([0.1, 0.0]),
+        "logps/chosen": [-9.0], "logps/rejected": [-8.0, -7.0]}
 
 
-# --- Answers to other prompts, and z
-
-def make_row(prompt, completion, is_desirable=True, other=()):
-    return Row(prompt, completion, is_desirable, other, whole_prompt=prompt, columns={})
-
-
-@parametrize("n_prompts", [2, 3, 40])
-def test_others_answer_other_prompts(n_prompts):
-    rows = [make_row((i,), (i, 99))._replace(whole_prompt=(i % n_prompts,)) for i in range(40)]
-    drawn = draw_others(rows, rows, Args())
-    assert drawn == draw_others(rows, rows, Args()) != draw_others(rows, rows, Args(seed=1))
-    assert len({row.other for row in drawn}) > 15
-    held_out = draw_others(rows[:3], rows[1:], Args())
-    assert all(row.other[0] > 0 for row in held_out)
-    for row in drawn + held_out:
-        assert rows[row.other[0]].whole_prompt != row.whole_prompt
-
-
-def test_one_prompt_alone_is_refused():
-    rows = [make_row((9,), (5,))] * 2
-    with bad_input("all rows have one prompt"):
-        draw_others(rows, rows, Args())
-
-
-def test_answers_to_other_prompts_are_cut(capsys):
-    rows = [make_row((9,) * (1 + i), tuple(range(100 * i, 100 * i + 10 - i))) for i in range(8)]
-    n_cut = 0
-    for row in draw_others(rows, rows, Args(max_length=11)):
-        whole = rows[row.other[0] // 100].completion
-        assert row.other == whole[:11 - len(row.prompt)]
-        n_cut += row.other != whole
-    assert n_cut and f"{n_cut} of 8 " in capsys.readouterr().out
+def test_batch_of_one_kind_has_no_metrics_of_the_other():
+    values = kto.run_batch(make("llama"), [make_row((3, 4), (5,))], None, Args(beta=0.1), train=False)
+    assert "rewards/chosen" in values and not {"rewards/rejected", "rewards/margins"} & values.keys()
 
 
 def test_z_is_the_mean_over_the_whole_batch():
@@ -88,28 +62,43 @@ def test_z_is_the_mean_over_the_whole_batch():
         assert not z.requires_grad
 
 
-# --- Training
+# --- The rows
 
-def test_batch_of_one_kind_has_no_metrics_of_the_other():
-    args = Args(dtype="float32", beta=0.1)
-    values = kto.run_batch(make("llama"), [make_row((3, 4), (5,))], None, args, train=False)
-    assert "rewards/chosen" in values and not {"rewards/rejected", "rewards/margins"} & values.keys()
+@parametrize("n_prompts", [2, 3, 40])
+def test_others_answer_other_prompts(n_prompts):
+    rows = [make_row((i,), (i, 99))._replace(whole_prompt=(i % n_prompts,)) for i in range(40)]
+    drawn = draw_others(rows, rows, Args())
+    assert drawn == draw_others(rows, rows, Args()) != draw_others(rows, rows, Args(seed=1))
+    assert len({row.other for row in drawn}) > 15
+    held_out = draw_others(rows[:3], rows[1:], Args())
+    assert all(row.other[0] > 0 for row in held_out)
+    assert all(rows[row.other[0]].whole_prompt != row.whole_prompt for row in drawn + held_out)
 
 
-@parametrize("desirable, undesirable, advice", [(3.0, 2.0, "0.85"), (1.0, 0.26, ""), (1.0, 0.0, "0.28")])
+def test_answers_to_other_prompts_are_cut(capsys):
+    rows = [make_row((9,) * (1 + i), tuple(range(100 * i, 100 * i + 10 - i))) for i in range(8)]
+    n_cut = 0
+    for row in draw_others(rows, rows, Args(max_length=11)):
+        whole = rows[row.other[0] // 100].completion
+        assert row.other == whole[:11 - len(row.prompt)]
+        n_cut += row.other != whole
+    assert n_cut and f"{n_cut} of 8 " in capsys.readouterr().out
+
+
+@parametrize("desirable, undesirable, advice", [(3.0, 2.0, "0.85"), (1.0, 0.26, ""), (1.0, 0.01, "0.28")])
 def test_a_weight_that_balances_the_labels_is_advised(capsys, desirable, undesirable, advice):
     """Of 20 rows 5 are desirable: λ_D · 5 / (λ_U · 15) should lie between 1 and 4/3."""
+    assert Args().desirable_weight == Args().undesirable_weight == 1
     rows = [make_row((9,), (5,), i < 5) for i in range(20)]
-    kto.print_balance(rows, Args(desirable_weight=desirable, undesirable_weight=undesirable))
+    print_balance(rows, Args(desirable_weight=desirable, undesirable_weight=undesirable))
     expected = f"--undesirable_weight {advice} would balance them\n" if advice else ""
     assert capsys.readouterr().out == "5 of 20 rows are desirable\n" + expected
 
 
-@parametrize("label", [True, False])
-def test_one_label_alone_is_refused(label):
-    with bad_input("same label"):
-        kto.print_balance([make_row((9,), (5,), label)] * 9, Args())
-
-
-def test_good_and_bad_rows_count_equally_by_default():
-    assert Args().desirable_weight == Args().undesirable_weight == 1
+def test_one_prompt_or_one_label_alone_is_refused():
+    for label in (True, False):
+        rows = [make_row((9,), (5,), label)] * 2
+        with bad_input("same label"):
+            print_balance(rows, Args())
+        with bad_input("all rows have one prompt"):
+            draw_others(rows, rows, Args())

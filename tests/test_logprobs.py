@@ -15,8 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import refcache
 from refcache import (
-    SHARED, completion_logprobs, context_length, enable_shared_prompts, has_shared_prompts,
-    one_kernel_serves, pack, sum_tokens)
+    SHARED, completion_logprobs, context_length, divide_batches, enable_shared_prompts, has_shared_prompts,
+    mask_of_samples, micro_batches, one_kernel_serves, sum_tokens)
 
 
 def assert_close(one, two):
@@ -71,10 +71,11 @@ def test_adapters_of_the_head_are_exact(name, place):
 
 
 def test_a_decoder_that_transformers_does_not_find_is_found(monkeypatch):
-    """In Llama 4 and Mllama get_decoder() returns the whole model."""
+    """In Llama 4 and Mllama get_decoder() returns the whole model, in ModernBERT a linear layer."""
     model = make("llama")
     monkeypatch.setattr(model, "get_decoder", lambda: model)
     assert_exact(model)
+    assert_exact(build("modernbert-decoder", dict(SMALL, local_attention=8)))
 
 
 @parametrize("name, at_once, rows", [("llama", 28, [28]), ("gemma2-softcaps", 27, [27, 1])])
@@ -89,10 +90,22 @@ def test_head_sees_completion_tokens_in_chunks(name, at_once, rows, monkeypatch)
     assert ((97,) in saved_widths) == (rows == [28]), "logits of chunks are computed again in the backward pass"
 
 
-def test_pack_by_hand():
-    assert pack([3, 9, 4, 6, 2], budget=10) == [[1], [3, 2], [0, 4]]
-    assert pack([3, 9, 4], budget=18, is_padded=True) == [[1, 2], [0]]  # a row of 4 tokens is padded to 9
-    assert pack([8, 3, 3, 3], budget=9, is_padded=True) == [[0], [1, 2, 3]]
+@parametrize("lengths, budget, is_padded, shares", [
+    ([3, 9, 4, 7, 2], 10, False, [[[1], [3], [2, 0, 4]]]), ([20, 9], 10, False, [[[0]], [[1]], [[]]]),
+    ([3, 9, 4], 18, True, [[[1, 2], [0]]]), ([8, 3, 3, 3], 9, True, [[[0], [1, 2, 3]]]),  # padded to 9; to 3
+    ([8, 8, 2, 2], 32, False, [[[0]], [[1, 2, 3]]]), ([8, 8, 2, 2], 32, True, [[[0, 1]], [[2, 3]]])])
+def test_division_by_hand(lengths, budget, is_padded, shares, monkeypatch):
+    monkeypatch.setattr(refcache, "process_count", lambda: len(shares))
+    for rank, share in enumerate(shares):
+        monkeypatch.setattr(refcache, "process_rank", lambda rank=rank: rank)
+        assert divide_batches(lengths, budget, is_padded) == share
+
+
+@parametrize("rank, n_used", [(0, 1), (1, 0)])
+def test_a_forward_that_only_fsdp_needs_uses_no_group(rank, n_used, monkeypatch):
+    monkeypatch.setattr(refcache, "process_count", lambda: 2)
+    monkeypatch.setattr(refcache, "process_rank", lambda: rank)
+    assert micro_batches(ready("llama"), GROUPS[:1], 100) == [([0], n_used)]
 
 
 def test_groups_of_unequal_size_have_no_sums():
@@ -152,12 +165,35 @@ def test_kernel_with_a_wrong_window_is_not_trusted_in_the_dtype_of_the_weights(d
 
 @parametrize("serves, changes", [
     (True, {}), (True, dict(dtype=torch.float16)), (False, dict(is_cuda=False)), (False, dict(dtype=torch.float32)),
-    (False, dict(shape=[264])), (False, dict(shape=[20])), (False, dict(capability=(7, 5)))])
-def test_kernel_serves_what_flash_attention_can(serves, changes, monkeypatch):
-    case = dict(is_cuda=True, dtype=torch.bfloat16, shape=[64], capability=(8, 0), device=0)
-    query = SimpleNamespace(**case | changes)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: query.capability)
+    (False, dict(shape=[264])), (False, dict(shape=[20]))])
+def test_kernel_serves_what_flash_attention_can(serves, changes):
+    query = SimpleNamespace(**dict(is_cuda=True, dtype=torch.bfloat16, shape=[64]) | changes)
     assert one_kernel_serves(query, query) == serves
+
+
+# --- Samples
+
+@torch.no_grad()
+@parametrize("name", ["llama", "gpt2", "granite-logits-scaling"])  # the last one scales its scores by 1
+def test_samples_in_one_row_equal_rows_of_their_own(name):
+    model = ready(name)
+    sees = torch.cat([torch.ones(3, len(P)), torch.eye(3)], dim=1).bool()[None, None]  # (1, 1, S, columns)
+    mask = mask_of_samples(sees)
+    inputs = dict(position_ids=torch.full((1, 3), len(P)), past_key_values=model(torch.tensor([P])).past_key_values)
+    found = model(torch.tensor([[60, 12, 33]]), attention_mask=sees, sample_mask=mask, **inputs).logits[0]
+    truth = model(torch.tensor([[*P, 60], [*P, 12], [*P, 33]])).logits[:, -1]
+    assert (found - truth).abs().max() < 1e-4
+    assert mask.cache_info()[:2] == (1, 1), "the first layer makes it, the second uses it"
+
+
+def test_heads_share_the_keys_of_one_query(monkeypatch):
+    """transformers 5.17 would copy the keys to each head."""
+    query, (key, value) = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 2, 5, 8)
+    mask = torch.arange(5) < torch.tensor([5, 3])[:, None, None, None]
+    monkeypatch.setattr(refcache, "sdpa", None)
+    found, _ = refcache.shared_prompt_attention(None, query, key, value, mask, scaling=0.3)
+    truth = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
+    assert (found - truth.transpose(1, 2)).abs().max() < 1e-6
 
 
 # --- Attention that is not the model's own

@@ -51,7 +51,7 @@ def test_sft_adapter_trains_and_is_saved(config, tmp_path):
     assert difference(policy, truth) > 1e-2
     with swap:
         assert difference(policy, truth) < 1e-5, "the reference is the adapter as it began"
-    dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args(dtype="float32"))
+    dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args(model=folder, dtype="float32"))
     for load_saved in (with_peft, load):
         assert difference(load_saved(tmp_path / "model"), policy) < 1e-5
 
@@ -74,13 +74,13 @@ def test_a_new_adapter_depends_on_the_seed_only():
     assert distance(run(**flags, seed=1), one) > 1e-3
 
 
-@parametrize("checkpointing, times", [(True, 2), (False, 1)])
-def test_gradient_checkpointing_computes_a_layer_twice(checkpointing, times):
-    policy = load(trains=True, gradient_checkpointing=checkpointing)
-    forwards = []
-    policy.model.layers[0].self_attn.register_forward_hook(lambda *_: forwards.append(1))
-    completion_logprobs(policy, GROUPS)[0][0].sum().backward()
-    assert len(forwards) == times
+def test_gradient_checkpointing_computes_a_layer_twice():
+    for checkpointing in (False, True):
+        policy = load(trains=True, gradient_checkpointing=checkpointing)
+        forwards = []
+        policy.model.layers[0].self_attn.register_forward_hook(lambda *_, forwards=forwards: forwards.append(1))
+        completion_logprobs(policy, GROUPS)[0][0].sum().backward()
+        assert len(forwards) == 1 + checkpointing
 
 
 @KINDS
@@ -106,10 +106,18 @@ def test_adapter_of_more_than_weights_is_refused(config, tmp_path):
         load(tmp_path)
 
 
-def test_new_adapter_on_an_adapter_is_refused():
+@parametrize("trains", [True, False])
+@parametrize("keep, prefix", [(slice(None), "other."), (slice(None, None, 2), "")])
+def test_adapter_whose_weights_do_not_fit_is_refused(keep, prefix, trains):
+    """The others would be those of a new adapter, with which the model is the base."""
+    path = adapt(f"misfit {keep} {trains}") + "/adapter_model.safetensors"
+    kept = list(load_file(path).items())[keep]
+    save_file({name.replace("model.layers", f"{prefix}model.layers"): tensor for name, tensor in kept}, path)
+    with bad_input("has no weights for base_model.model.*lora_"):
+        load(str(Path(path).parent), trains=trains)
+
+
+def test_adapter_as_model_has_its_own_learning_rate_and_gets_no_second_one():
+    assert dpo.resolve(arguments(model=adapt("sft"), lr=None)).lr == 1e-5
     with bad_input("--lora_r makes a new adapter, but --model is one"):
         dpo.resolve(arguments(model=adapt("sft"), lora_r=4))
-
-
-def test_adapter_has_the_learning_rate_of_adapters():
-    assert dpo.resolve(arguments(model=adapt("sft"), lr=None)).lr == 1e-5

@@ -1,6 +1,7 @@
-"""rloo.py: advantages and gradients by hand, rewards, training against a slow loop, samples."""
-import asyncio
+"""rloo.py: advantages and gradients by hand, rewards, training against a slow loop, samples and scores."""
 import math
+import re
+import runpy
 import sys
 from copy import deepcopy
 from dataclasses import replace
@@ -11,62 +12,60 @@ import pytest
 import torch
 from models import bad_input, parametrize
 from rewards import letter_sum
-from runs import REWARDS, ROOT, TOKENIZER, arguments, data, distance, read, run, tiny, weights_of, without_speed
+from runs import REWARDS, ROOT, TOKENIZER, arguments, data, distance, read, run, tiny, weights_of
 from slow_losses import model_with_many_ends
 from slow_samples import BETA, add_logps, batch_of
 from torch import tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM
 
 import rloo
 import slow_samples
-from rloo import (
-    Args, Row, Samples, compute_rewards, leave_one_out, learning_rate, load_reward_model, main, policy_loss, rollout,
-    rows_in_order)
+from rloo import Args, Row, Samples, compute_rewards, leave_one_out, learning_rate, main, policy_loss, rollout
 
 MODEL = model_with_many_ends()
 NAN = math.nan
+DEMO = dict(model=f"{ROOT}/demo/model", max_new_tokens=12, updates_per_rollout=2, temperature=0.8, mask_truncated=True,
+            beta=BETA)
 FLAGS = dict(model=MODEL, steps=2, batch_size=4, lr=1e-3, warmup=0.1)
 
 
-def texts_of(samples):
-    """k texts per prompt."""
-    return [[TOKENIZER.decode(y, skip_special_tokens=True) for y in ys] for _, ys in samples.groups]
-
-
-def chat(text, role="user"):
-    return [{"role": role, "content": text}]
-
-
 def rolled(**changes):
-    """A run and the samples of its steps. Equal runs are made only once."""
-    steps = []
+    """A run, the samples of its steps and evaluations, and its policy. Equal runs are made only once."""
+    found = SimpleNamespace(steps=[], evaluations=[])
 
-    def spy(*inputs, k, **options):
-        samples = rollout(*inputs, k=k, **options)
-        if k > 1:  # no evaluation
-            steps.append(samples)
+    def spy(policy, *inputs, step, **options):
+        samples = rollout(policy, *inputs, step=step, **options)
+        (found.steps if step else found.evaluations).append(samples)
+        found.policy = policy
         return samples
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rloo, "rollout", spy)
         one = run("rloo", **FLAGS | changes)
-    vars(one).setdefault("steps", steps)
+    vars(one).update(vars(found) | vars(one))  # keeps what the first call has found
     return one
+
+
+def scores_of(samples):
+    return tensor([list(map(letter_sum, texts)) for texts in samples.texts])
+
+
+def lines_of(samples, rows, **common):
+    """Lines of samples.jsonl."""
+    return [
+        common | dict(prompt=row["prompt"], completion=text, reward=pytest.approx(letter_sum(text)))
+        for row, texts in zip(rows, samples.texts) for text in texts]
 
 
 # --- Advantages and loss, by hand
 
 def test_advantages_by_hand():
-    rewards = tensor([[10.0, 20.0, 60.0, NAN], [3.0, 3.0, 3.0, 3.0], [NAN, 5.0, NAN, NAN], [NAN] * 4, [NAN, 1, 4, NAN]])
+    """They are exactly 0 if rewards are equal: Adam would make a whole step of 1e-8."""
+    rewards = tensor([[10.0, 20.0, 60.0, NAN], [0.1, NAN, 0.1, 0.1], [NAN, 5.0, NAN, NAN], [NAN] * 4, [NAN, 1, 4, NAN]])
     expected = [[-30, -15, 45, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [0, -3, 3, 0]]
     assert leave_one_out(rewards).tolist() == expected
-
-
-def test_equal_rewards_have_advantages_of_exactly_0():
-    rewards = torch.rand(100, 1).repeat(1, 7)
-    assert not leave_one_out(rewards).any()
-    rewards = tensor([[0.1, 0.1, NAN], [NAN, NAN, NAN], [0.1, 0.2, 0.1]])
-    assert rloo.all_rewards_equal(rewards).tolist() == [True, True, False]
+    assert rloo.all_rewards_equal(rewards).tolist() == [False, True, True, True, False]
+    assert not leave_one_out(torch.rand(100, 1).repeat(1, 7)).any()
 
 
 def test_policy_loss_and_gradient_by_hand():
@@ -91,54 +90,34 @@ def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
     return compute_rewards(samples, [Row((1,), dict(row)) for row in rows], named)
 
 
-def test_rewards_are_weighted():
-    """Also those of a coroutine, and a generator."""
-    async def later(**columns):
-        return (reward for reward in (10, 20.0, None, None))
-
-    total, means = score((lambda **columns: tensor([1, NAN, NAN, 4]), 2.0), (later, 0.5))
-    assert total.nan_to_num(-1).tolist() == [[7, 10], [-1, 8]]
-    assert means == {"rewards/f0": 2.5, "rewards/f1": 15}
+def score_file(folder, source):
+    """The rewards of f in a file of a user."""
+    (folder / "own.py").write_text(source)
+    (_, function, weight), = rloo.load_rewards(Args(reward=(f"{folder}/own.py:f",)))
+    return score((function, weight))
 
 
-def test_coroutines_share_an_event_loop():
-    """Also in a notebook, which runs a loop of its own."""
-    loops = set()
-
-    async def judge(**columns):
-        loops.add(asyncio.get_running_loop())
-        return [1.0] * 4
-
-    async def notebook():
-        score((judge, 1.0), (judge, 1.0))
-
-    asyncio.run(notebook())
-    assert len(loops) == 1
+def test_rewards_are_weighted_and_none_is_left_out():
+    """Also those of a generator and of a tensor."""
+    functions = (lambda **_: (value for value in (1, None, None, 4)), 2.0), (lambda **_: tensor([1, 2, 3, 4]), 0.5)
+    totals = [score(*functions[:n])[0].nan_to_num(-1).tolist() for n in (1, 2)]
+    assert totals == [[[2, -1], [-1, 8]], [[2.5, 1], [1.5, 10]]]
+    found = score(*functions)[1]
+    assert found["f0"].nan_to_num(-1).tolist() == [[1, -1], [-1, 4]] and found["f1"].tolist() == [[1, 2], [3, 4]]
 
 
 def test_reward_files_of_one_name_are_two_modules(tmp_path):
     """Also beside a module that is loaded. A process pool finds a function by the name of its module."""
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "json.py").write_text(f"def f():\n    return '{folder}'\n\ndef g():\n    pass")
+        (tmp_path / folder / "beside.py").touch()  # a file may import what lies beside it
+        (tmp_path / folder / "json.py").write_text(f"import beside\ndef f(): return '{folder}'\ng = f")
     specs = tuple(f"{tmp_path}/{name}" for name in ("one/json.py:f", "one/json.py:g", "two/json.py:f"))
-    args = Args(reward=specs, reward_weights=(3.0, 1.0, 2.0))
-
-    names, functions, weights = zip(*rloo.load_rewards("cpu", args))
-    assert len(set(names)) == 3  # each has a metric
-    assert weights == args.reward_weights
-    assert functions[0]() == "one" and functions[2]() == "two"
-    for function in functions:
-        assert vars(sys.modules[function.__module__])[function.__name__] is function
+    rewards = rloo.load_rewards(Args(reward=specs, reward_weights=(3.0, 1.0, 2.0)))
+    for (name, function, weight), expected in zip(rewards, [("f", 3, "one"), ("g", 1, "one"), (specs[2], 2, "two")]):
+        assert (name, weight, function()) == expected  # each name has a metric
+        assert sys.modules[function.__module__].f is function
     assert sys.modules["json"].dumps
-
-
-def test_reward_file_is_read_anew_and_may_import_what_lies_beside_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # a cache of bytecode would be old
-    (tmp_path / "beside.py").write_text("SCALE = 100")
-    for value in (1, 2):
-        (tmp_path / "rule.py").write_text(f"from beside import SCALE\n\ndef f():\n    return {value} * SCALE")
-        assert rloo.load_module(f"{tmp_path}/rule.py").f() == value * 100
 
 
 def test_each_sample_has_columns_of_its_own():
@@ -150,93 +129,94 @@ def test_each_sample_has_columns_of_its_own():
         return list(map(len, columns["prompts"]))
 
     seen = []
-    x, z = chat("a"), chat("b")
-    rows = [dict(prompt=x, thing=[1]), dict(prompt=z, thing=None)]
-    texts = [" soup", " tea", " bread", " cake"]
+    x, z = [dict(role="user", content="a")], [dict(role="user", content="b")]
     for _ in range(2):
-        assert score((reward, 1.0), rows=rows)[0].tolist() == [[2, 2], [2, 2]]
-        assert seen.pop() == dict(
-            prompts=[x, x, z, z], completions=[chat(text, "assistant") for text in texts], thing=[[1], [1], None, None],
-            completion_ids=TOKENIZER(texts).input_ids, ended=[True, False, True, True])
+        rewards, _ = score((reward, 1.0), rows=[dict(prompt=x, thing=[1]), dict(prompt=z, thing=None)])
+        assert rewards.tolist() == [[2, 2], [2, 2]]
+    texts = [" soup", " tea", " bread", " cake"]
+    assert seen == 2 * [dict(
+        prompts=[x, x, z, z], completions=[[dict(role="assistant", content=text)] for text in texts],
+        completion_ids=TOKENIZER(texts).input_ids, ended=[True, False, True, True], thing=[[1], [1], None, None])]
 
 
-@parametrize("value", [dict.fromkeys(range(4), 1.0), {1, 2, 3, 4}, "1234", [1.0], [0.0] * 8], ids=str)
-def test_what_is_no_list_of_numbers_is_refused(value):
-    with bad_input("f1 returned .*: expected 4 numbers or None"):
-        score((lambda **columns: [0.0] * 4, 1.0), (lambda **columns: value, 1.0))
+CALLED = "it is called with prompts, completions, completion_ids, ended; take **columns"
+
+
+@parametrize("source, words", [
+    ("def g(): pass", "own.py has no function 'f': it has g"),
+    ("f = 3\ndef g(): pass\ndef h(): pass", "own.py has no function 'f': it has g, h"),
+    ("def f(completions): pass", f"f0: got an unexpected keyword argument 'prompts': {CALLED}"),
+    ("def f(answer, **columns): pass", f"f0: missing a required argument: 'answer': {CALLED}"),
+    *[(f"f = lambda **_: {value}", f"f0 returned {value}: expected 4 numbers or None") for value in (
+        None, 1.5, [1.0], [0.0] * 8, ["good"] * 4, "'1234'", dict.fromkeys(range(4)), {1, 2, 3, 4})],
+    *[(f"from math import *\nf = lambda **_: [1, {value}, None, 2]",
+       f"f0 returned [1, {value}, None, 2]: a reward is finite, or None") for value in ("-inf", "nan")]])
+def test_bad_reward_ends_a_run_with_one_sentence(source, words, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(words) + "$"):
+        score_file(tmp_path, source)
+
+
+@parametrize("line", ["sys.exit(0)", "def f(**columns): sys.exit(0)"])
+def test_reward_that_ends_the_process_is_no_success(line, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(f"import sys\n{line}")
+    words = ["rloo.py", "--reward", f"{tmp_path}/own.py:f", "--out", f"{tmp_path}/out"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(RuntimeError, match="a reward has ended the process"):
+        runpy.run_path(rloo.__file__, run_name="__main__")
+
+
+@parametrize("line, has_note", [
+    ("completions[0][0]['content']", True), ("(None + 1 for _ in completions)", True), ("1 / 0", False)])
+def test_error_in_a_reward_shows_the_line_of_the_user(line, has_note, tmp_path):
+    with pytest.raises((TypeError, ZeroDivisionError)) as error:
+        score_file(tmp_path, f"def f(completions, **columns): return {line}")
+    assert error.traceback[-1].path == tmp_path / "own.py"
+    note = "A completion is a string if the row's prompt is one, else a list of messages."
+    assert getattr(error.value, "__notes__", []) == [note] * has_note
+
+
+def test_texts_have_no_special_tokens():
+    """As in TRL. They are in completion_ids."""
+    samples = rolled(**DEMO).steps[0]
+    ys = samples.groups[0][1]
+    assert any(y[-1] == TOKENIZER.eos_token_id for y in ys)
+    assert samples.texts[0] == [TOKENIZER.decode([token for token in y if token > 3]) for y in ys]
 
 
 def test_step_without_any_reward_trains_nothing():
     """Neither does Adam's momentum."""
     one, two = (rolled(reward=(f"{REWARDS}:silent_at_step_2",), steps=steps, schedule="constant") for steps in (1, 2))
     assert [values["frac_reward_none"] for values in two.history[1:]] == [0, 1]
-    assert math.isnan(two.history[2]["reward"]) and distance(one, two) == 0 < one.history[1]["grad_norm"]
+    assert two.history[2]["reward"] is None and distance(one, two) == 0 < one.history[1]["grad_norm"]
+    for file in ("metrics", "samples"):
+        text = (two.out / f"{file}.jsonl").read_text()
+        assert "null" in text and "NaN" not in text  # strict JSON
 
 
 @parametrize("changes, words", [
     (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 1.0)), "--reward_weights"),
     (dict(max_new_tokens=256), "the model has 256 positions"),
     (dict(reward=("nothing.py:f",)), "expected FILE.py:FUNCTION"),
-    (dict(reward=(f"{REWARDS}:infinite",)), "infinite returned an infinite reward")])
+    (dict(reward=(f"{REWARDS}:letter_sum",)), "letter_sum: missing a required argument")])
 def test_misuse_is_refused_before_the_policy_is_loaded(changes, words, monkeypatch):
     monkeypatch.setattr(rloo, "load_model", None)
     with bad_input(words):
         main(arguments("rloo", **FLAGS | changes))
 
 
-# --- Reward models
-
-def classifier(path, **changes):
-    torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(tiny(), **dict(num_labels=1) | changes)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
-    (path / "chat_template.jinja").write_text("{{ tools[0].name if tools }}" + TOKENIZER.chat_template)
-    return str(path)
-
-
-@parametrize("pad_token_id", [0, None])
-def test_reward_model_equals_one_forward_per_text(tmp_path, pad_token_id):
-    """A text ends with EOS if the sample has ended. A sample that is too long gets no reward."""
-    path = classifier(tmp_path, pad_token_id=pad_token_id)
-    question, answer, rest = chat("Soup?"), chat("Good.", "assistant"), chat(" tea.", "assistant")
-    begun = question + chat("The", "assistant")
-    cases = [  # prompt, completion, ended, tools, text
-        ("Soup?", " Good.", True, None, "Soup? Good.<|end|>"),
-        ("Soup?", " Good.", False, None, "Soup? Good."),
-        (question, chat("Good. " * 100, "assistant"), True, None, None),
-        (question, answer, True, [dict(name="look")], "look<|user|>Soup?<|end|><|assistant|>Good.<|end|>"),
-        (question, answer, False, None, "<|user|>Soup?<|end|><|assistant|>Good."),
-        (begun, rest, True, None, "<|user|>Soup?<|end|><|assistant|>The tea.<|end|>"),
-        (begun, rest, False, None, "<|user|>Soup?<|end|><|assistant|>The tea."),
-    ]
-    *columns, tools, texts = zip(*cases)
-    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
-    truth = [model(tensor([TOKENIZER(text).input_ids])).logits.item() if text else NAN for text in texts]
-    for budget in (1, 40, 10**6):
-        judge = load_reward_model(path, "cpu", Args(tokens_per_forward=budget))
-        assert judge(*columns, tools=tools) == pytest.approx(truth, abs=1e-5, nan_ok=True)
-
-
-def test_bad_reward_models_are_refused(tmp_path):
-    for name in (tiny(), classifier(tmp_path / "two", num_labels=2)):
-        with bad_input(f"{name} is no classifier with one output, or lacks weights"):
-            load_reward_model(name, "cpu", Args())
-
-
 # --- Training
 
-@parametrize("changes", [
-    dict(model=f"{ROOT}/demo/model", max_new_tokens=12, updates_per_rollout=2, temperature=0.8, mask_truncated=True),
-    dict(ref="live", ref_model=tiny(1), tokens_per_forward=60, rollout_tokens=60, gradient_checkpointing=True)])
+@parametrize("changes", [DEMO, dict(
+    ref="live", ref_model=tiny(1), tokens_per_forward=60, rollout_tokens=60, gradient_checkpointing=True, beta=BETA)])
 def test_training_equals_a_slow_loop(changes):
-    one = rolled(beta=BETA, **changes)
+    one = rolled(**changes)
     args = replace(Args(lr=1e-3), **changes)
     begin = (FLAGS | changes)["model"]
     policy, reference = map(AutoModelForCausalLM.from_pretrained, (begin, changes.get("ref_model", begin)))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step, samples in enumerate(one.steps, 1):
-        rewards = tensor([list(map(letter_sum, texts)) for texts in texts_of(samples)])
+        rewards = scores_of(samples)
+        assert one.history[step]["reward"] == pytest.approx(rewards.mean().item())  # of all samples
         if args.mask_truncated:
             rewards = rewards.where(samples.ended, NAN)
         batch = batch_of(samples, rewards, policy, reference, args.temperature)
@@ -262,20 +242,19 @@ def test_training_equals_a_slow_loop(changes):
 
 def test_files_hold_the_samples_and_metrics_of_the_run():
     one = rolled(steps=3, eval_every=2)
-    assert without_speed(read(one.out / "metrics.jsonl")) == one.history
-    assert ["eval_reward" in values for values in one.history] == [True, False, True, True]
-    lines = read(one.out / "samples.jsonl")
-    assert [line["step"] for line in lines if line["held_out"]] == [0] * 3 + [2] * 3 + [3] * 3
-
+    train, held_out = map(read, data("rloo"))
+    rows = rloo.rows_in_order(train, 12, 0)
+    evaluations = dict(zip((0, 2, 3), one.evaluations, strict=True))
     expected = []
-    rows = iter(rows_in_order(read(data("rloo")[0]), 12, 0))
-    for step, samples in enumerate(one.steps, 1):
-        for texts in texts_of(samples):
-            of_prompt = dict(step=step, held_out=False, prompt=next(rows)["prompt"])
-            expected += [of_prompt | dict(completion=text, reward=pytest.approx(letter_sum(text))) for text in texts]
-        mean = np.mean([letter_sum(text) for texts in texts_of(samples) for text in texts])
-        assert one.history[step]["reward"] == one.history[step]["rewards/letters"] == pytest.approx(mean)
-    assert [line for line in lines if not line["held_out"]] == expected
+    for step, values in enumerate(one.history):
+        if step:
+            expected += lines_of(one.steps[step - 1], rows[4 * step - 4:], step=step, held_out=False)
+            assert values["reward"] == values["rewards/letters"]
+        assert ("eval_reward" in values) == (step in evaluations)
+        if step in evaluations:
+            expected += lines_of(evaluations[step], held_out, step=step, held_out=True)
+            assert values["eval_reward"] == pytest.approx(scores_of(evaluations[step]).mean().item())
+    assert read(one.out / "samples.jsonl") == expected and len(expected) == 3 * 16 + 3 * 3  # k is 1 in evaluations
 
 
 def test_metrics_by_hand():
@@ -284,10 +263,18 @@ def test_metrics_by_hand():
     ended = tensor([[True, False], [True, True]])
     samples = Samples(None, [["a", "b"], ["b", ""]], mask, ended, None, entropy=torch.full((2, 2), 3.0))
     rewards, logps = tensor([[1.0, NAN], [2.0, 6.0]]), -0.25 * mask
-    assert rloo.metrics(samples, rewards, logps, 2 * logps, Args()) == pytest.approx({
+    of_functions = {"f": tensor([[NAN, NAN], [2.0, 4.0]])}
+    assert rloo.metrics(samples, rewards, of_functions, logps, 2 * logps, Args()) == pytest.approx({
         "reward": 3, "reward_std": np.std([1, 2, 6], ddof=1), "frac_reward_none": 0.25, "samples/distinct": 3,
-        "completions/mean_length": 2, "completions/clipped_ratio": 0.25, "entropy": 1.5, "kl": 0.25})
-    assert rloo.metrics(samples, tensor([[2.0]]), logps, logps, Args())["reward_std"] == 0
+        "completions/mean_length": 2, "completions/clipped_ratio": 0.25, "entropy": 1.5, "kl": 0.25,
+        "kl_per_answer": 0.5, "rewards/f": 3})
+    assert rloo.metrics(samples, tensor([[2.0]]), {}, logps, logps, Args())["reward_std"] == 0
+
+
+def test_standard_error_by_hand():
+    """Only prompts are independent: 1 and 4 are the means of two."""
+    rewards = tensor([[1.0, 1.0], [NAN, 4.0], [NAN, NAN]])
+    assert rloo.standard_error(rewards) == pytest.approx(1.5) and math.isnan(rloo.standard_error(rewards[:1]))
 
 
 def test_sampling_logp_difference(monkeypatch):
@@ -298,9 +285,9 @@ def test_sampling_logp_difference(monkeypatch):
 
     monkeypatch.setattr(rloo, "rollout", another_sampler)
     values = main(arguments("rloo", **FLAGS | dict(steps=1, updates_per_rollout=2)))[1]
-    assert values["sampling/sampling_logp_difference/max"] == pytest.approx(0.02, abs=1e-4)
-    n_tokens = 16 * values["completions/mean_length"]
-    assert values["sampling/sampling_logp_difference/mean"] == pytest.approx(0.02 / n_tokens, abs=1e-5)
+    mean, largest = (values[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max"))
+    assert largest == pytest.approx(0.02, abs=1e-4)
+    assert mean == pytest.approx(0.02 / 16 / values["completions/mean_length"], abs=1e-5)
 
 
 def test_lr_zero_changes_no_weight_and_no_held_out_sample():
@@ -311,19 +298,41 @@ def test_lr_zero_changes_no_weight_and_no_held_out_sample():
     assert lines[:3] == lines[3:] and len(set(lines)) > 1
 
 
-def test_steps_0_only_evaluates():
-    none = rolled(steps=0)
-    assert [values["step"] for values in none.history] == [0]
-    assert none.history[0].keys() >= {"eval_reward", "eval_kl"}
-    assert not (none.out / "model").exists()
+def test_steps_0_samples_and_scores_a_frozen_model(capsys):
+    """k samples of each held-out prompt. The KL is to --ref_model."""
+    one = rolled(steps=0, k=3, ref_model=tiny(1), reward=(f"{REWARDS}:letters", f"{REWARDS}:silent"), temperature=0.8)
+    samples, = one.evaluations
+    expected = lines_of(samples, read(data("rloo")[1]), step=0, held_out=True)
+    assert read(one.out / "samples.jsonl") == expected and len(expected) == 9
+    assert not any(p.requires_grad for p in one.policy.parameters()) and not (one.out / "model").exists()
+
+    values, = one.history
+    rewards = scores_of(samples)
+    batch = batch_of(samples, rewards, *map(AutoModelForCausalLM.from_pretrained, (MODEL, tiny(1))), 0.8)
+    kls = [sum(y.old - y.ref).item() for prompt in batch for y in prompt]
+    assert values["eval_kl_per_answer"] == pytest.approx(np.mean(kls), abs=1e-4)
+    assert values["eval_kl"] == pytest.approx(sum(kls) / samples.mask.sum().item(), abs=1e-4)
+    mean, error = rewards.mean(), rewards.mean(dim=1).std() / 3**0.5
+    assert re.search(rf"\neval_reward +{mean:.3f} ± {error:.3f} [^~]*/silent +- ", capsys.readouterr().out)
+    assert values["eval_rewards/silent"] is values["eval_rewards/silent_stderr"] is None
+
+
+def test_steps_0_needs_no_reward_and_no_held_out_file():
+    none = rolled(steps=0, k=1, reward=(), eval_data=None)
+    lines, rows = read(none.out / "samples.jsonl"), read(data("rloo")[0])
+    assert [line["prompt"] for line in lines] == [row["prompt"] for row in rows]
+    assert none.history[0]["eval_reward"] is None and "eval_kl" not in none.history[0]
     assert "kl" not in rolled(beta=0.0).history[2]
 
 
-@parametrize("flags, are_equal, none_ends", [
-    (dict(reward=(f"{REWARDS}:constant",)), True, False), (dict(max_new_tokens=3, model=tiny()), False, True)])
-def test_what_teaches_nothing_is_said_at_step_1(flags, are_equal, none_ends, capsys):
-    values = main(arguments("rloo", **FLAGS | flags))[1]
-    assert (values["frac_reward_zero_std"] == 1) == are_equal
-    printed = capsys.readouterr().out
-    assert printed.count("rewards of each prompt are equal") == are_equal
-    assert printed.count("No sample ends") == none_ends
+SENTENCES = {
+    "The rewards of each prompt are equal: nothing is learned": dict(reward=(f"{REWARDS}:constant",)),
+    "No sample has a reward: nothing is learned": dict(reward=(f"{REWARDS}:silent",)),
+    "No sample ends: raise --max_new_tokens or fix the template": dict(max_new_tokens=3, model=tiny())}
+
+
+@parametrize("sentence", SENTENCES)
+def test_what_teaches_nothing_is_said_at_step_1(sentence, capsys):
+    values = main(arguments("rloo", **FLAGS | SENTENCES[sentence]))[1]
+    assert values["frac_reward_zero_std"] == ("learned" in sentence)
+    assert SENTENCES.keys() & capsys.readouterr().out.splitlines() == {sentence}

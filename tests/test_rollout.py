@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import arguments, read
+from runs import TINY, arguments, save
 from torch import tensor
 
 import rloo
@@ -63,9 +63,10 @@ def check_tokens(model, samples, args):
 
 @parametrize("name", slow_but(QUICK, [*MODELS, *CACHES]))
 def test_uniform_numbers_pick_tokens_of_the_model(name):
-    model = model_of(name)
-    args = flags()
+    """Also where each of a few samples has a copy of the prompt, because it is shorter than they are."""
+    model, args = model_of(name), flags()
     check_tokens(model, roll(model, args), args)
+    check_tokens(model, roll(model, args, PROMPTS[::2], k=2), args)
 
 
 def test_every_one_of_many_improbable_tokens_can_be_drawn():
@@ -126,11 +127,11 @@ def test_rollout_tokens_bounds_the_columns_of_every_batch(name, n_copies, monkey
     assert max(columns) <= 300 and len(columns) < 16
 
 
-@parametrize("dtype, factor", [("float32", 1.02), ("bfloat16", 1.5)])
-def test_wrong_sampler_ends_a_run(monkeypatch, dtype, factor):
+@parametrize("steps", [0, 1])
+@parametrize("dtype, factor, window", [("float32", 1.02, None), ("bfloat16", 1.5, None), ("float32", 1, 1)])
+def test_model_that_draws_wrong_tokens_is_refused(dtype, factor, window, steps, monkeypatch):
+    """As with a window of 1, for which transformers' cache is wrong."""
     monkeypatch.setattr(rloo, "draw", lambda logits, *rest: draw(logits * factor, *rest))
-    args = arguments("rloo", dtype=dtype)
-    with bad_input("cache changes its log-probs"):
-        rloo.main(args)
-    assert [line["step"] for line in read(f"{args.out}/metrics.jsonl")] == [0]
-    assert not rloo.Path(args.out, "model").exists()
+    name = save(build("mistral", TINY | dict(sliding_window=window)), f"window {window}")
+    with bad_input(f"{name}: a key-value cache changes its log-probs"):
+        rloo.main(arguments("rloo", model=name, dtype=dtype, steps=steps))

@@ -4,23 +4,25 @@ import runpy
 import sys
 
 import pytest
+from rloo import read_rows
 from runs import ROOT, TOKENIZER, read
 from test_scripts import blocks
 
 SUMS = runpy.run_path(str(ROOT / "demo/sums.py"))
+FILES = {"prompts": [], "pairs": ["chosen", "rejected"], "rated": ["completion"]}  # texts beside the prompt
 
 
-def test_files_have_no_sum_in_both_and_right_answers(tmp_path):
+def test_files_are_plain_rows_with_no_sum_in_both_and_right_answers(tmp_path):
     SUMS["main"](tmp_path)
     questions = {}
     for suffix in ("", "_test"):
-        prompts, pairs, rated = (read(tmp_path / f"{name}{suffix}.jsonl") for name in ("prompts", "pairs", "rated"))
+        prompts, pairs, rated = (
+            read_rows(f"{tmp_path}/{name}{suffix}.jsonl", ("prompt", *columns)) for name, columns in FILES.items())
         questions[suffix] = {json.dumps(row["prompt"]) for row in prompts}
         assert questions[suffix] == {json.dumps(row["prompt"]) for row in pairs + rated}
 
-        for answer_of, expected in (("chosen", 1.0), ("rejected", 0.0)):
-            answers = [row[answer_of] for row in pairs]
-            assert set(SUMS["right"]([], answers, [row["answer"] for row in pairs])) == {expected}
+        for name, expected in (("chosen", 1.0), ("rejected", 0.0)):
+            assert {SUMS["right"]([], [row[name]], [row["answer"]])[0] for row in pairs} == {expected}
         rewards = SUMS["right"]([], [row["completion"] for row in rated], [row["answer"] for row in rated])
         assert rewards == [float(row["label"]) for row in rated]
     assert questions[""] and questions["_test"] and not questions[""] & questions["_test"]

@@ -51,9 +51,10 @@ def test_unsharded_model_has_no_hooks_and_the_same_logits():
 
 
 @parametrize("dtype, difference, agrees", [
-    ("float32", 5e-5, True), ("float32", 2e-4, False), ("float32", float("nan"), False),
-    ("bfloat16", 1e-2, True), ("bfloat16", 0.1, False)])
+    ("float32", 0.99e-4, True), ("float32", 1.01e-4, False), ("float32", float("nan"), False),
+    ("bfloat16", 0.0299, True), ("bfloat16", 0.0301, False)])
 def test_check_agreement_refuses_another_reference(capsys, dtype, difference, agrees):
     with nullcontext() if agrees else bad_input("differ by .*delete the cache"):
         check_agreement(difference, dtype)
-    assert not agrees or "policy and reference differ by" in capsys.readouterr().out
+    limit = {"float32": "0.0001", "bfloat16": "0.03"}[dtype]
+    assert not agrees or f"per token; up to {limit} is rounding in {dtype}" in capsys.readouterr().out
