@@ -615,7 +615,8 @@ def one_kernel_serves(query, value) -> bool:
     """Whether one varlen_attn call can serve all spans: on CUDA a loop is bound by kernel launches."""
     size = query.shape[-1]
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and is_half and size == value.shape[-1] and size <= 256 and size % 8 == 0
+    return (query.is_cuda and is_half and size == value.shape[-1] and size <= 256 and size % 8 == 0
+            and torch.cuda.get_device_capability(query.device) >= (8, 0))  # Ampere or newer
 
 
 AttentionInterface.register(SHARED, shared_prompt_attention)
