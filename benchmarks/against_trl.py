@@ -1,12 +1,13 @@
 """dpo.py, kto.py and rloo.py against TRL's trainers: seconds per step, peak memory, and losses.
 
-    pip install trl==1.16.0 peft datasets                                    # needed only here
-    python benchmarks/against_trl.py --data pairs.jsonl                      # no --data: invented pairs
-    python benchmarks/against_trl.py --data pairs.jsonl --baseline ../older  # against another checkout
-    python benchmarks/against_trl.py --works dpo kto --steps 30 --rounds 1   # the losses of 30 steps
+    pip install trl==1.16.0 peft datasets                                   # needed only here
+    python tools/prepare.py --data hh_train.jsonl --out out/hh --chat       # Anthropic's HH, as chats
+    python benchmarks/against_trl.py --model out/smollm2 --data out/hh/train.jsonl  # demo/get_model.py
+    python benchmarks/against_trl.py                                        # random models, invented rows
+    python benchmarks/against_trl.py --baseline ../older --rounds 9         # against another checkout
+    python benchmarks/against_trl.py --works dpo kto --steps 30 --rounds 1  # the losses of 30 steps
     python benchmarks/against_trl.py --shapes long --works long --steps 1 --rounds 1  # memory of RLOO
-    python benchmarks/against_trl.py --model out/smollm2 --data hh_train.jsonl  # see demo/get_model.py
-    python benchmarks/against_trl.py --tiny                                  # does it run?
+    python benchmarks/against_trl.py --tiny                                 # does it run?
 
 reference   log-probs of the frozen model. refcache: ReferenceCache.compute. trl: precompute_ref_log_probs of
             DPOTrainer. trl + cache: the class of docs/trl.md, which also loads the reference
@@ -36,7 +37,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from statistics import median
 
@@ -44,12 +45,14 @@ import numpy as np
 import torch
 import transformers
 import tyro
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKOUT = os.environ.get("CHECKOUT", str(ROOT))
 sys.path[:0] = [CHECKOUT, str(ROOT / "demo")]  # first: the scripts that are measured
+import sums
+
 import dpo
 import kto
 import rloo
@@ -60,10 +63,8 @@ NAMES = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", 
 SHAPES = {
     "body-heavy": ("llama", 384, 1024, 8, 6, 3, 64, 2_048, False),  # 15 M parameters
     "head-heavy": ("llama", 256, 688, 4, 4, 2, 64, 20_480, False),  # 13 M
-    "Qwen3-0.6B": ("qwen3", 1024, 3072, 28, 16, 8, 128, 151_936, True),
     "Qwen2.5-0.5B": ("llama", 896, 4864, 24, 14, 2, 64, 151_936, True),
     "Qwen2.5-1.5B": ("llama", 1536, 8960, 28, 12, 2, 128, 151_936, True),
-    "Qwen3-8B": ("qwen3", 4096, 12288, 36, 32, 8, 128, 151_936, False),
     "long": ("qwen3", 64, 192, 2, 4, 2, 32, 151_936, True),
     "tiny": ("llama", 64, 128, 1, 2, 1, 32, 512, False),
 }
@@ -96,11 +97,11 @@ HEAD = "| work | side | seconds | times refcache's | peak GiB | before |\n" + "|
 class Args:
     shapes: tuple[str, ...] = ("body-heavy", "head-heavy")  # of SHAPES
     works: tuple[str, ...] = ("reference", "dpo", "kto", "rloo")  # or beginnings of names: "rloo 32"
-    data: str | None = None  # .jsonl with prompt, chosen and rejected as strings; None: invented rows
     baseline: str | None = None  # another checkout of this project, to compare with instead of TRL
-    model: str | None = None  # a chat model's folder, not random models; --data is then HH; see MODEL_SIZES
+    model: str | None = None  # a chat model's folder, instead of random models; see MODEL_SIZES
+    data: str | None = None  # for --model: pairs of chats, plain rows as tools/prepare.py writes them
     results: str | None = None  # of --model: a .json in which these works are replaced; None: MODEL.json here
-    pairs: int = 64  # of the data: the first ones that fit into max_length
+    pairs: int = 64  # for random models; a real one has as many as its steps need
     max_length: int = 512  # tokens of a row
     rounds: int = 3  # of all sides, in turn
     trl_rounds: int | None = None  # fewer rounds of TRL, which is slow; None: as many
@@ -124,35 +125,12 @@ def even_words(prompts, completions, **columns):
 
 # ---- What all sides read: a model, pairs, prompts; and TRL's rows, in the order of main()
 
-def train_bpe(texts: list[str], size: int) -> Tokenizer:
-    """A byte-level BPE; token 0 is <pad>, token 1 <eos>."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<pad>", "<eos>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return bpe
-
-
-def read_pairs(args: Args, vocab: int) -> list[tuple[list[int], ...]]:
-    """(prompt, chosen, rejected) as ids from 2 on. Text is encoded by a BPE trained on it."""
-    if args.data is None:
-        rng = np.random.default_rng(0)
-        lengths = 4 + rng.lognormal(np.log([120, 60, 60]), 0.8, (20 * args.pairs, 3)).astype(int)
-        rows = [[rng.integers(2, vocab, length).tolist() for length in row] for row in lengths]
-    else:
-        rows = [json.loads(line) for line in Path(args.data).read_text().splitlines()]
-        rows = [[row[name] for name in ("prompt", "chosen", "rejected")] for row in rows]
-        bpe = train_bpe([text for row in rows for text in row], vocab)
-        rows = [[bpe.encode(text).ids for text in row] for row in rows]
-    longest = args.max_length - 1  # without EOS
-    fit = [(x, w, l) for x, w, l in rows if w != l and len(x) + max(len(w), len(l)) <= longest]
-    return fit[:args.pairs]
-
-
-def fast_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+def invent_pairs(args: Args, vocab: int) -> list[tuple[list[int], ...]]:
+    """(prompt, chosen, rejected) as ids from 2 on, of many lengths, that fit into max_length with EOS."""
+    rng = np.random.default_rng(0)
+    lengths = 4 + rng.lognormal(np.log([120, 60, 60]), 0.8, (20 * args.pairs, 3)).astype(int)
+    fit = [row for row in lengths if row[0] + max(row[1:]) < args.max_length]
+    return [[rng.integers(2, vocab, length).tolist() for length in row] for row in fit[:args.pairs]]
 
 
 def text_of(ids) -> str:
@@ -166,7 +144,8 @@ def make_model(folder: Path, shape: str, **changes):
     words |= {f"w{i}": i for i in range(2, sizes["vocab_size"])}  # word i is token i
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast_tokenizer(tokenizer).save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(folder)
     torch.manual_seed(0)
     special = dict(max_position_embeddings=8192, pad_token_id=0, eos_token_id=1, bos_token_id=None) | changes
     with torch.device(DEVICE):
@@ -197,7 +176,7 @@ def make_files(args: Args, shape: str) -> tuple[list, int]:
     for length in {length for length, *_ in ROLLOUTS.values()}:
         prompts = rng.integers(2, vocab, (args.batch_size * args.steps, length))
         write_lines(folder / f"prompts-{length}.jsonl", [{"prompt": text_of(ids)} for ids in prompts])
-    write_pairs(folder / "pairs.jsonl", read_pairs(args, vocab))
+    write_pairs(folder / "pairs.jsonl", invent_pairs(args, vocab))
     return count(write_orders(args, shape))
 
 
@@ -206,8 +185,7 @@ def count(pairs: list) -> tuple[list, int]:
 
 
 def write_chats(args: Args, folder: Path):
-    """The model, HH's pairs as messages, and prompts for the rollouts of each length."""
-    import prepare_chat
+    """The model, the first pairs that fit, and prompts for the rollouts of each length."""
     folder.mkdir()
     (folder / "model").symlink_to(Path(args.model).absolute())
     tokenizer = dpo.load_tokenizer(args.model)
@@ -216,19 +194,19 @@ def write_chats(args: Args, folder: Path):
     def n_tokens(messages):
         return len(tokenizer.apply_chat_template(messages, return_dict=False))
 
-    rows = filter(None, (prepare_chat.convert(json.loads(line)) for line in open(args.data)))
+    rows = map(json.loads, open(args.data))
     fit = (row for row in rows if n_tokens(row["prompt"] + row["chosen"]) <= args.max_length
            and n_tokens(row["prompt"] + row["rejected"]) <= args.max_length)
     write_lines(folder / "pairs.jsonl", list(islice(fit, args.pairs)))
 
-    command = [sys.executable, ROOT / "demo/sums.py", folder / "sums"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    sums = [json.loads(line) for line in open(folder / "sums/prompts.jsonl")]
+    with quiet():
+        sums.main(folder / "sums")
+    prompts = [json.loads(line) for line in open(folder / "sums/prompts.jsonl")]
     solved = [json.loads(line) for line in open(folder / "sums/pairs.jsonl")]
     rng = np.random.default_rng(0)
     for length in {length for length, *_ in ROLLOUTS.values()}:
         chats = []
-        for row in sums[:args.batch_size * args.steps] if length else sums:
+        for row in prompts[:args.batch_size * args.steps] if length else prompts:
             messages = row["prompt"]
             while n_tokens(messages) < length - 40:  # a solved sum has fewer tokens
                 other = solved[rng.integers(len(solved))]
@@ -252,7 +230,13 @@ def write_endless(model: str, folder: Path):
 
 
 def write_orders(args: Args, shape: str) -> list:
-    """Writes TRL's rows in the order of main(). Returns the rows of dpo.py."""
+    """Writes kto.py's rows, and TRL's in the order of main(). Returns the rows of dpo.py."""
+    rated = []
+    for row in map(json.loads, open(Path(args.folder, shape, "pairs.jsonl"))):
+        for name, label in (("chosen", True), ("rejected", False)):
+            rated.append({"prompt": row["prompt"], "completion": row[name], "label": label})
+    write_lines(Path(args.folder, shape, "rated.jsonl"), rated)
+
     pairs = read_rows(dpo, settings(args, shape, "dpo"))
     given = settings(args, shape, "kto")
     feedback = read_rows(kto, given)
@@ -276,9 +260,10 @@ def settings(args: Args, shape: str, work: str, out: str = ""):
     folder = f"{args.folder}/{shape}"
     flags = dict(
         model=f"{folder}/model", data=f"{folder}/pairs.jsonl", out=f"{folder}/{out}", steps=args.steps,
-        eval_size=0, samples=0, lr=args.lr, schedule="constant", warmup=0.0, save_every=0, beta=0.1,
+        lr=args.lr, schedule="constant", warmup=0.0, save_every=0, beta=0.1,
         max_length=args.max_length, batch_size=args.batch_size, seed=args.seed,
-        dtype="bfloat16" if DEVICE == "cuda" else "float32")
+        dtype="bfloat16" if DEVICE == "cuda" else "float32",
+        eval_size=0, samples=0)  # of older checkouts
     script = dpo
     if work in ROLLOUTS:
         script = rloo
@@ -295,7 +280,7 @@ def settings(args: Args, shape: str, work: str, out: str = ""):
                 flags["model"] = f"{folder}/endless"
     elif work == "kto":
         script = kto
-        flags["batch_size"] *= 2
+        flags |= dict(data=f"{folder}/rated.jsonl", batch_size=2 * args.batch_size)
     return arguments(script, flags | json.loads(args.extra))
 
 
@@ -348,8 +333,8 @@ def held_out_reward(policy, tokenizer, given) -> float:
     prompts = [row.prompt for row in rows]
     with quiet():
         samples = rloo.rollout(policy, tokenizer, prompts, 16, 0, replace(given, seed=0))
-        rewards, _ = rloo.compute_rewards(samples, rows, rloo.load_rewards(DEVICE, given))
-    return rewards.mean().item()
+    answers = [row.columns["answer"] for row in rows for _ in range(16)]
+    return float(np.mean(sums.right(None, chain(*samples.texts), answers)))
 
 
 # ---- The sides -------------------------------------------------------
@@ -487,8 +472,7 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
     if work in ROLLOUTS:
         rows = rloo.rows_in_order(read_rows(rloo, given), args.steps * args.batch_size, given.seed)
         rows = [row.columns for row in rows]
-        file, _, name = given.reward[0].rpartition(":")
-        extra = {"reward_funcs": getattr(dpo.load_module(file), name)}
+        extra = {"reward_funcs": sums.right if args.model else even_words}
         config = make_config(
             **common, per_device_train_batch_size=args.batch_size * given.k, num_generations=given.k,
             max_completion_length=given.max_new_tokens, shuffle_dataset=False)
@@ -533,7 +517,8 @@ def run_job(args: Args):
 
 
 def start(args: Args, *job) -> dict | None:
-    """Runs a job (side, shape, work, round) in a process of its own. Returns what it found; None: killed."""
+    """Runs a job (side, shape, work, round) in a process of its own. Returns what it found, or None if it ran
+    out of memory."""
     command = [sys.executable, __file__, "--job", *map(str, job), *["--tiny"] * args.tiny]
     for name, value in asdict(args).items():
         is_for_this_process = name in ("job", "tiny", "shapes", "works", "baseline", "results")
@@ -544,7 +529,7 @@ def start(args: Args, *job) -> dict | None:
     if job[0] == "baseline":
         environment["CHECKOUT"] = args.baseline
     ended = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if ended.returncode == -9:  # by the system, out of memory
+    if ended.returncode == -9 or "OutOfMemoryError" in ended.stderr[-4000:]:  # -9: killed by the system
         return None
     if ended.returncode:
         sys.exit(f"{job}: {ended.stderr[-4000:]}")
@@ -578,12 +563,14 @@ def compare(args: Args, shape: str, work: str, tokens: int) -> str:
     ours = runs["refcache"]
     for side, found in list(runs.items()):
         if None in found:
-            print(f"| {work} | {side} | killed, out of memory | | | |", flush=True)
+            print(f"| {work} | {side} | out of memory | | | |", flush=True)
             del runs[side]
             continue
         seconds = [run["seconds"] for run in found]
         rate = f"; {tokens / median(seconds):,.0f} tokens/s" if work == "reference" else ""
-        ratio = "" if None in ours else spread([run["seconds"] / our["seconds"] for run, our in zip(found, ours)])
+        ratio = ""
+        if None not in ours:
+            ratio = spread([run["seconds"] / our["seconds"] for run, our in zip(found, ours)])
         peak, before = (max(run.get(name, 0) for run in found) for name in ("peak", "before"))
         print(f"| {work} | {side} | {spread(seconds)}{rate} | {ratio} | {peak:.2f} | {before:.2f} |",
               flush=True)
@@ -605,9 +592,22 @@ def save_results(args: Args, work: str, runs: dict):
     results = json.loads(path.read_text()) if path.exists() else {}
     flags = ("threads", "steps", "batch_size", "lr", "eps", "max_length")
     given = {name: getattr(args, name) for name in flags}
-    results[work] = {"versions": versions(), **given, **runs}
+    results[work] = {"commit": commit(), "versions": versions(), **given, **runs}
     lines = [f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in results.items()]
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def commit(checkout=ROOT) -> str:
+    """Its commit, with "-dirty" if code or the demo's data differ from it. Where git fails, $COMMIT."""
+    def git(*words):
+        command = ["git", "-C", str(checkout), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "*.py", "changes", "demo")
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return os.environ.get("COMMIT", "unknown")
 
 
 def require_trl():
@@ -623,7 +623,10 @@ def versions() -> str:
 def main(args: Args):
     if not args.baseline:
         require_trl()
-    print(f"{versions()}; medians of {args.rounds} rounds (lowest to highest)")
+    commits = f"commit {commit()}"
+    if args.baseline:
+        commits += f", baseline {commit(args.baseline)}"
+    print(f"{commits}, {versions()}; medians of {args.rounds} rounds (lowest to highest)")
     if args.model:
         return compare_model(args)
 

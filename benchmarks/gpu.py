@@ -1,41 +1,46 @@
 """On a GPU: whether the numbers are right, then speed and memory, then TRL's trainers beside the scripts.
 
-    python benchmarks/gpu.py numbers                          # first, on every new card or version of torch
+    python benchmarks/gpu.py numbers                   # first, on every new card or version of torch
     python benchmarks/gpu.py numbers speed --results h100.jsonl
-    python benchmarks/gpu.py trl                              # pip install trl==1.16.0 peft datasets
-    python benchmarks/gpu.py numbers speed trl --tiny         # do they run? Also without a GPU
+    python benchmarks/gpu.py trl                       # pip install trl==1.16.0 peft datasets
+    python benchmarks/gpu.py numbers speed trl --tiny  # do they run? Also without a GPU
 
-Each check prints a line as soon as it is known, and appends it to --results. A check that fails does not stop
-the others, but the exit code is 1. A part takes at most --limit seconds. The models are random.
+Each check prints a line as soon as it is known, and appends it to --results, with the commit ("-dirty": with
+changes). Where git cannot tell it, set COMMIT. A check that fails does not stop the others, but the exit code
+is 1. A part takes at most --limit seconds. The models are random.
 
 numbers   the tests marked gpu; log-probs and gradients of the attention kernel, against one forward per
-          sequence in float32; log-probs of the sampler, against a forward; the loss of the first step, which
-          is ln 2 if policy and reference agree; a resumed run, a saved model, and torchrun with one process
-speed     the reference pass, steps of dpo.py with several flags, and where the time of a step goes; steps of
-          rloo.py with one prompt of 3,100 tokens
-trl       a reference pass, a DPO step, and RLOO steps of 3,100 tokens: here and in TRL, by against_trl.py
+          sequence in float32; log-probs of the sampler, against a forward; samples of CUDA graphs, against
+          those without; the loss of the first step, which is ln 2 if policy and reference agree; in rloo.py
+          the sampler's difference there; a resumed run, a saved model, and torchrun with one process
+speed     the reference pass, steps of dpo.py with several flags, and where the time of a step goes; steps and
+          rollouts of rloo.py with one prompt of 3,100 tokens; how long a reference is swapped in and out
+trl       RLOO steps of 3,100 tokens, a reference pass, and a DPO step: here and in TRL, by against_trl.py
 
-peak_gb is the most memory that was allocated in a run, loading included. reserved_gb is what the process took
-from the card. FLOPs are those of linear layers.
+CUDA graphs are those of changes/cuda_graph.patch, or of rloo.py once it has them. A patch is applied to a
+copy of its script. peak_gb is the most memory that was allocated in a run, loading included. reserved_gb is
+what the process took from the card. FLOPs are those of linear layers.
 """
 import atexit
 import gc
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Literal
+from typing import Literal, get_args
 from unittest.mock import patch
 
 import against_trl
@@ -51,7 +56,7 @@ sys.path.append(str(ROOT / "tests"))
 from models import flat, slow, values_and_gradients
 
 import refcache
-from refcache import ReferenceCache, completion_logprobs, count_tokens
+from refcache import ReferenceCache, Swap, completion_logprobs, count_tokens
 
 
 @dataclass
@@ -59,7 +64,7 @@ class Args:
     parts: tyro.conf.Positional[tuple[Literal["numbers", "speed", "trl"], ...]]  # what to run, in this order
     results: str | None = None  # .jsonl file to which every line is appended
     shapes: tuple[str, ...] = ("Qwen2.5-0.5B", "Qwen2.5-1.5B")  # of speed and trl: see against_trl.py
-    limit: int = 225  # seconds of a part; checks that would begin later are left out
+    limit: int = 280  # seconds of a part; checks that would begin later are left out
     tiny: bool = False  # does it run?
 
 
@@ -74,25 +79,31 @@ POLICIES = {  # how a model is loaded that samples: whether it trains, and flags
     "FSDP2, bfloat16": (True, dict(dtype="bfloat16")),
     "LoRA, bfloat16": (True, dict(dtype="bfloat16", lora_r=16)),
 }
-RUNS = {  # flags of dpo.py
-    "cache": dict(ref="cache"),
-    "swap": dict(ref="swap"),
-    "live": dict(ref="live"),
+RUNS = {ref: dict(ref=ref) for ref in get_args(dpo.Args.__annotations__["ref"]) if ref != "none"}
+RUNS |= {  # flags of dpo.py
     "cache, checkpointing": dict(ref="cache", gradient_checkpointing=True),
     "cache, LoRA": dict(ref="cache", lora_r=16),
     "cache, LoRA, checkpointing": dict(ref="cache", lora_r=16, gradient_checkpointing=True),
 }
-COMMON = dict(eval_size=0, schedule="constant", warmup=0.0, dtype="bfloat16")  # flags of both scripts
+TRAINED = {  # flags of rloo.py
+    "float32": dict(dtype="float32"),
+    "bfloat16": dict(dtype="bfloat16"),
+    "bfloat16, LoRA": dict(dtype="bfloat16", lora_r=16),
+}
+STRIDES = (1, 32, 64, 128)  # tokens for which a CUDA graph serves; 1: no graph
+COMMON = dict(schedule="constant", warmup=0.0, dtype="bfloat16")  # flags of both scripts
+REWARD = (f"{against_trl.__file__}:even_words",)
 SHAPES["numbers"] = ("llama", 896, 4864, 4, 14, 2, 64, 65_536, True)
 
 
 # ---- Lines -----------------------------------------------------------
 
 class Lines:
-    """Prints lines, and appends them to a file. `ok` is None if nothing was checked."""
+    """Prints lines, and appends them to a file, with the commit. `ok` is None if nothing was checked."""
 
     def __init__(self, path: str | None):
         self.path = path
+        self.commit = against_trl.commit()
         self.n_wrong = 0
         if path:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +112,8 @@ class Lines:
         self.n_wrong += ok is False
         if self.path:
             with open(self.path, "a") as file:
-                file.write(json.dumps(dict(part=part, what=what, ok=ok) | found) + "\n")
+                line = dict(part=part, what=what, commit=self.commit, ok=ok) | found
+                file.write(json.dumps(line) + "\n")
 
         mark = {True: "ok", False: "WRONG", None: ""}[ok]
         words = [f"{name} {as_text(value)}" for name, value in found.items()]
@@ -149,6 +161,39 @@ def clean_up():
         torch.cuda.reset_peak_memory_stats()
 
 
+def write_patched(script, name: str, copy: Path):
+    """Writes a copy of the script with changes/NAME.patch."""
+    file = ROOT / f"changes/{name}.patch"
+    command = ["patch", "--fuzz=0", script.__file__, str(file), "-o", str(copy)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{file}: {result.stdout}{result.stderr}")
+
+
+def patched(script, name: str):
+    """A copy of the script with changes/NAME.patch, as a module."""
+    copy = Path(tempfile.mkdtemp(), f"{script.__name__}_{name}.py")
+    write_patched(script, name, copy)
+    return rloo.load_module(str(copy))
+
+
+def has_graph_patch() -> bool:
+    return (ROOT / "changes/cuda_graph.patch").exists()
+
+
+@cache
+def rloo_with_graphs():
+    """rloo.py with CUDA graphs, or None if there are none."""
+    if hasattr(rloo, "tokens_per_graph"):
+        return rloo
+    return patched(rloo, "cuda_graph") if has_graph_patch() else None
+
+
+def with_stride(script, stride: int):
+    """In this block a graph of this script serves for so many tokens."""
+    return patch.object(script, "tokens_per_graph", lambda core: stride)
+
+
 def random_ids(n: int, vocab: int, rng) -> tuple[int, ...]:
     return tuple(rng.integers(2, vocab, n).tolist())
 
@@ -184,7 +229,9 @@ class Numbers:
             for longest, new_tokens in ((200, 48), (24, 64)):  # prompts longer and shorter than their samples
                 checks.append((f"sampler, {name}, {longest}+{new_tokens} tokens",
                                partial(self.sampler, name, longest, new_tokens)))
-        checks += [(f"step 1, {name}", partial(self.first_step, name)) for name in RUNS]
+        checks += [(f"CUDA graph, {name}", partial(self.graph, name)) for name in POLICIES]
+        checks += [(f"rloo.py, step 1, {name}", partial(self.sampler_at_step_1, name)) for name in TRAINED]
+        checks += [(f"dpo.py, step 1, {name}", partial(self.first_step, name)) for name in RUNS]
         return checks + [
             ("the same run again", partial(self.compare, "again")),
             ("an interrupted and resumed run", partial(self.compare, "resumed")),
@@ -233,26 +280,32 @@ class Numbers:
         against_trl.make_model(
             self.folder / "model", self.shape, initializer_range=0.15 if self.tiny else 0.04,
             eos_token_id=[1, *range(40, self.vocab, 40)])
-        against_trl.write_pairs(self.folder / "pairs.jsonl", random_pairs(16, self.lengths, self.vocab))
+        pairs = random_pairs(16, self.lengths, self.vocab)
+        against_trl.write_pairs(self.folder / "pairs.jsonl", pairs)
+        prompts = [{"prompt": against_trl.text_of(prompt)} for prompt, *_ in pairs]
+        against_trl.write_lines(self.folder / "prompts.jsonl", prompts)
         return None, {}
 
-    @torch.no_grad()
-    def sampler(self, name: str, longest: int, new_tokens: int):
-        """Log-probs that the sampler found, against those of a forward of the same samples."""
+    def policy(self, name: str, longest: int, new_tokens: int):
+        """A model that samples, prompts of several lengths, and flags."""
         trains, flags = POLICIES[name]
         scale = 4 if self.tiny else 1
-        args = rloo.Args(model=f"{self.folder}/model", max_new_tokens=new_tokens // scale, **flags)
+        Args = (rloo_with_graphs() or rloo).Args  # a patch may have a flag more
+        args = Args(model=f"{self.folder}/model", max_new_tokens=new_tokens // scale, **flags)
         rng = np.random.default_rng(0)
         prompts = [random_ids(longest * (8 - n) // (8 * scale), self.vocab, rng) for n in range(6)]
-
         with quiet():
             policy = rloo.load_model(args.model, DEVICE, args, trains)
-            for weight_name, weight in policy.named_parameters():
-                if "lora_B" in weight_name:
-                    weight.add_(0.01)  # a new adapter has zeros, which change nothing
-            samples = rloo.rollout(policy, rloo.load_tokenizer(args.model), prompts, 4, 1, args)
-            logps = flat(completion_logprobs(policy, samples.groups)).cpu()
+        for weight_name, weight in policy.named_parameters():
+            if "lora_B" in weight_name:
+                weight.data.add_(0.01)  # a new adapter has zeros, which change nothing
+        return policy, prompts, args
 
+    def sample(self, script, policy, prompts, args):
+        """Samples, and how far their log-probs are from those of a forward. `ok` if that is rounding."""
+        with quiet(), torch.no_grad():
+            samples = script.rollout(policy, rloo.load_tokenizer(args.model), prompts, 4, 1, args)
+            logps = flat(completion_logprobs(policy, samples.groups)).cpu()
         difference = (samples.logps[samples.mask] - logps).abs()
         found = dict(
             mean_nats=difference.mean().item(),
@@ -261,12 +314,54 @@ class Numbers:
             tokens=len(logps),
             ended=samples.ended.float().mean().item(),
         )
-        return found["mean_nats"] < found["bound"], found
+        return samples, found["mean_nats"] < found["bound"], found
+
+    def sampler(self, name: str, longest: int, new_tokens: int):
+        """Log-probs that the sampler found, against those of a forward of the same samples."""
+        _, ok, found = self.sample(rloo, *self.policy(name, longest, new_tokens))
+        return ok, found
+
+    def graph(self, name: str):
+        """The same with CUDA graphs, for a part of the samples and for another. Rounding may change a token,
+        after which a sample is another one: in float32 hardly ever."""
+        script = rloo_with_graphs()
+        if not script:
+            return None, dict(error="no patch: changes/cuda_graph.patch")
+        policy, prompts, args = self.policy(name, 200, 130)
+        with with_stride(script, 1):
+            eager, _, _ = self.sample(script, policy, prompts, args)
+        with with_stride(script, 4 if self.tiny else 64):  # on a CPU: its steps, without a graph
+            with patch.object(torch.cuda, "CUDAGraph", wraps=torch.cuda.CUDAGraph) as graphs:
+                samples, ok, found = self.sample(script, policy, prompts, args)
+
+        equal = []
+        for (_, ones), (_, others) in zip(eager.groups, samples.groups):
+            equal += [one == other for one, other in zip(ones, others)]
+        found |= dict(equal_samples=float(np.mean(equal)), graphs=graphs.call_count)
+        ok = ok and (graphs.called or DEVICE == "cpu")
+        return ok and (args.dtype == "bfloat16" or found["equal_samples"] > 0.9), found
+
+    def sampler_at_step_1(self, name: str):
+        """The metrics of rloo.py, which refuses a sampler that differs by more than rounding."""
+        if "LoRA" in name and not find_spec("peft"):
+            return None, dict(error="peft is not installed")
+        found = {}
+        for script in dict.fromkeys(filter(None, (rloo, rloo_with_graphs()))):  # each once
+            args = script.Args(**COMMON | TRAINED[name] | dict(
+                model=f"{self.folder}/model", data=f"{self.folder}/prompts.jsonl", reward=REWARD, steps=1,
+                out=tempfile.mkdtemp(dir=self.folder), max_new_tokens=16 if self.tiny else 130, save_every=0))
+            with quiet():
+                line = script.main(args)[1]
+            clean_up()
+            for part in ("mean", "max"):
+                found[f"{script.__name__}_{part}_nats"] = line[f"sampling/sampling_logp_difference/{part}"]
+            found[f"{script.__name__}_kl"] = line["kl"]
+        return True, found
 
     def flags(self, way: str) -> dict:
         return COMMON | dict(
             model=f"{self.folder}/model", data=f"{self.folder}/pairs.jsonl", out=f"{self.folder}/{way}",
-            samples=0, steps=4, batch_size=8, lr=1e-3, save_every=2)
+            steps=4, batch_size=8, lr=1e-3, save_every=2)
 
     def run(self, name: str, way: str = "first"):
         """dpo.py, 4 steps. `resumed`: the third step raises, and the same command is given again."""
@@ -278,10 +373,10 @@ class Numbers:
             found.logps = self.logprobs(policy)
             save_model(policy, *rest)
 
-        def append_until_step_3(path, rows, *rest):
-            if way == "resumed" and path.name == "metrics.jsonl" and rows[0]["step"] == 3:
+        def append_until_step_3(path, values, *rest):
+            if way == "resumed" and values["step"] == 3:
                 raise InterruptedError
-            append(path, rows, *rest)
+            append(path, values, *rest)
 
         with quiet(), patch.object(dpo, "save_model", save_and_measure):
             try:
@@ -386,8 +481,15 @@ class Speed:
                 (f"{shape}, reference pass", partial(self.reference_pass, shape))]
             checks += [(f"{shape}, dpo.py, {name}", partial(self.dpo, shape, name)) for name in RUNS]
             checks.append((f"{shape}, dpo.py, where a step goes", partial(self.profile, shape)))
+            checks.append((f"{shape}, swap", partial(self.swap, shape)))
+            checks += [(f"{shape}, rollout, k={k}", partial(self.rollout, shape, k)) for k in (2, 4, 8)]
             if shape == self.shapes[0]:
                 checks += [(f"{shape}, rloo.py, k={k}", partial(self.rloo, shape, k)) for k in (2, 4, 8)]
+            if shape == self.shapes[0] and has_graph_patch():
+                name = f"{shape}, rloo.py with cuda_graph.patch, k=4"
+                checks.append((name, lambda shape=shape: self.rloo(shape, 4, rloo_with_graphs())))
+        for shape in self.shapes:  # last, because compilation takes long
+            checks.append((f"{shape}, dpo.py, cache, compile.patch", partial(self.compiled, shape)))
         return checks
 
     def matrix_product(self):
@@ -438,18 +540,56 @@ class Speed:
         return None, dict(tokens=n_tokens, seconds=seconds, tokens_per_second=n_tokens / seconds,
                           share_of_peak=flops / seconds / self.peak) | memory()
 
-    def dpo(self, shape: str, name: str):
+    def dpo(self, shape: str, name: str, script=dpo):
         """The median of steps 2 to 6. With a cache, the reference's pass comes before them."""
         if "LoRA" in name and not find_spec("peft"):
             return None, dict(error="peft is not installed")
-        history = self.train(
-            dpo, shape, "pairs.jsonl", samples=0, steps=6, batch_size=self.batch_size, **RUNS[name])
+        history = self.train(script, shape, "pairs.jsonl", steps=6, batch_size=self.batch_size, **RUNS[name])
         found = {key: median(line[key] for line in history[2:]) for key in ("seconds", "tokens_per_second")}
-        return None, found | memory()
+        return None, found | dict(first_step=history[1]["seconds"]) | memory()
 
-    def rloo(self, shape: str, k: int):
+    def compiled(self, shape: str):
+        """The first step compiles what the reference's pass has not."""
+        if DEVICE == "cpu":
+            return None, dict(error="not on a CPU, where it takes minutes to compile")
+        with patch.object(refcache, "log_softmax_at", refcache.log_softmax_at):  # the patch compiles it
+            return self.dpo(shape, "cache", patched(dpo, "compile"))
+
+    @torch.no_grad()
+    def swap(self, shape: str):
+        """How long policy and reference take to change places, which a step does twice."""
+        with quiet():
+            policy = dpo.load_model(str(self.folder / shape), DEVICE, dpo.Args(dtype="bfloat16"), trains=True)
+        swap = Swap(policy)
+        swap.exchange()  # the first one also touches new memory
+        begin = clock()
+        swap.exchange()
+        return None, dict(seconds=clock() - begin) | memory()
+
+    def rollout(self, shape: str, k: int):
+        """Milliseconds per token of one prompt and k samples, without graphs and with them."""
+        script = rloo_with_graphs() or rloo
+        length, new_tokens = self.long
+        args = script.Args(model=str(self.folder / shape), dtype="bfloat16", max_new_tokens=new_tokens + 1)
+        prompts = [random_ids(length, SHAPES[shape][7], np.random.default_rng(0))]
+        with quiet():
+            policy = rloo.load_model(args.model, DEVICE, args, trains=True)
+            tokenizer = rloo.load_tokenizer(args.model)
+            few = replace(args, max_new_tokens=2)
+            script.rollout(policy, tokenizer, prompts, k, 1, few)  # the first forwards compile kernels
+
+        found = {}
+        for stride in STRIDES if rloo_with_graphs() else STRIDES[:1]:
+            with with_stride(script, stride) if rloo_with_graphs() else nullcontext():
+                begin = clock()
+                samples = script.rollout(policy, tokenizer, prompts, k, 1, args)
+                n_tokens = samples.mask.shape[2]
+                found[f"ms_per_token_{stride}"] = 1e3 * (clock() - begin) / n_tokens
+        return None, found | dict(prompt=length, new_tokens=n_tokens) | memory()
+
+    def rloo(self, shape: str, k: int, script=rloo):
         """The second step, of one prompt and k samples."""
-        rollout, seconds = rloo.rollout, []
+        rollout, seconds = script.rollout, []
 
         def timed(*inputs, **options):
             begin = clock()
@@ -458,10 +598,10 @@ class Speed:
             return samples
 
         length, new_tokens = self.long
-        with patch.object(rloo, "rollout", timed):
+        with patch.object(script, "rollout", timed):
             history = self.train(
-                rloo, shape, "prompts.jsonl", reward=(f"{against_trl.__file__}:even_words",), k=k, steps=2,
-                batch_size=1, max_length=length, max_new_tokens=new_tokens)
+                script, shape, "prompts.jsonl", reward=REWARD, k=k, steps=2, batch_size=1, max_length=length,
+                max_new_tokens=new_tokens)
         return None, dict(
             prompt=length, new_tokens=history[2]["completions/mean_length"], seconds=history[2]["seconds"],
             rollout_seconds=seconds[1], ms_per_token=1e3 * seconds[1] / new_tokens) | memory()
@@ -472,14 +612,14 @@ class Speed:
         profiler = torch.profiler.profile()
         append, times = dpo.append, []
 
-        def append_and_profile(path, rows, *rest):
-            append(path, rows, *rest)
-            if path.name == "metrics.jsonl" and rows[0]["step"] in (2, 3):
+        def append_and_profile(path, values, *rest):
+            append(path, values, *rest)
+            if values["step"] in (2, 3):
                 times.append(clock())
-                profiler.start() if rows[0]["step"] == 2 else profiler.stop()
+                profiler.start() if values["step"] == 2 else profiler.stop()
 
         with patch.object(dpo, "append", append_and_profile):
-            self.train(dpo, shape, "pairs.jsonl", samples=0, steps=3, batch_size=self.batch_size)
+            self.train(dpo, shape, "pairs.jsonl", steps=3, batch_size=self.batch_size)
 
         events = profiler.key_averages()
         calls = {event.key: event.count for event in events}
@@ -516,22 +656,32 @@ class Trl:
         self.shape = "tiny" if args.tiny else args.shapes[0]
         self.tiny = args.tiny
 
+        # Our side is a checkout of its own if CUDA graphs are a patch.
+        self.checkout, self.graphs = ROOT, ""
+        if has_graph_patch():
+            for script in ROOT.glob("*.py"):
+                shutil.copy(script, folder)
+            write_patched(rloo, "cuda_graph", folder / "rloo.py")
+            self.checkout, self.graphs = folder, " with cuda_graph.patch"
+
     def checks(self) -> list:
         if not all(map(find_spec, ("trl", "peft", "datasets"))):
             return [("TRL is not installed: pip install trl==1.16.0 peft datasets", lambda: (None, {}))]
         if self.tiny:
-            return [("reference, dpo", partial(self.table, "--tiny", "--works", "reference", "dpo"))]
+            return [("dpo, rloo", partial(self.table, "--tiny", "--works", "dpo", "rloo"))]
 
         sizes = ["--shapes", self.shape, "--pairs", "256", "--batch_size", "16", "--max_length", "768"]
         long = ["--shapes", self.shape, "--steps", "2", "--batch_size", "1"]
         checks = []
+        for k in (4, 8, 2):  # k = 2 was measured before
+            flags = [*long, "--works", f"long, k={k}"]
+            checks.append((f"{self.shape}, rloo{self.graphs}, k={k}", partial(self.table, *flags)))
         for work in ("reference", "dpo"):
             checks.append((f"{self.shape}, {work}", partial(self.table, *sizes, "--works", work)))
-        for k in (2, 4, 8):
-            checks.append((f"{self.shape}, rloo, k={k}", partial(self.table, *long, "--works", f"long, k={k}")))
         return checks
 
     def table(self, *flags):
+        os.environ["CHECKOUT"] = str(self.checkout)  # of the scripts that against_trl.py runs
         process = start_process("benchmarks/against_trl.py", "--rounds", "1", *flags)
         output = process.communicate()[0]
         if process.returncode:

@@ -1,12 +1,11 @@
 """What a reference costs in DPO: peak memory and seconds of --ref cache, swap and live, and of a second run
 that reads the cache of the first.
 
-    python benchmarks/references.py --model out/smollm2 --data hh_train.jsonl  # ten minutes on two CPU cores
-    python benchmarks/references.py --model out/smollm2 --data hh_train.jsonl --steps 2 --results out/t.json
+    python benchmarks/references.py --model out/smollm2 --data out/hh/train.jsonl --steps 10
 
-The rows, sizes and clock are those of `dpo` in against_trl.py --model. Every run is a process of its own. A
-step of swap and live contains the reference's forward. Writes benchmarks/references.json, and prints it as a
-table.
+It takes ten minutes on two CPU cores. The data, rows, sizes and clock are those of `dpo` in against_trl.py
+--model. Every run is a process of its own. A step of swap and live contains the reference's forward. Writes
+benchmarks/references.json, and prints it as a table.
 """
 import json
 import tempfile
@@ -24,7 +23,7 @@ from refcache import Swap
 @dataclass
 class Args:
     model: str  # folder of a chat model, see demo/get_model.py
-    data: str  # hh_train.jsonl
+    data: str  # pairs of chats, plain rows as tools/prepare.py writes them
     steps: int = 20
     batch_size: int = 4  # pairs per step
     threads: int = 2
@@ -64,14 +63,16 @@ def main(args: Args):
         given.extra = "{}"
         exchange = time_of_exchange(given)
 
-    results = {"versions": against_trl.versions(), **vars(args), "exchange": exchange, "runs": runs}
+    results = {"commit": against_trl.commit(), "versions": against_trl.versions(), **vars(args)}
+    results |= {"exchange": exchange, "runs": runs}
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in results.items()]
     Path(args.results).write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print_table(results)
 
 
 def print_table(results: dict):
-    print(f"{results['versions']}; {results['steps']} steps of {results['batch_size']} pairs\n\n"
+    print(f"commit {results['commit']}, {results['versions']}")
+    print(f"{results['steps']} steps of {results['batch_size']} pairs\n\n"
           "| `--ref` | reference pass, s | s per step | pass and steps, s | peak GiB |\n" + "|---" * 5 + "|")
     for name, run in results["runs"].items():
         total = sum(run["steps"])

@@ -1,10 +1,11 @@
-"""What invalidates the reference log-probs that TRL precomputes: settings that matter, and settings that do not.
+"""What invalidates the reference log-probs that TRL precomputes, and what does not.
 
     pip install trl==1.16.0 datasets
     python benchmarks/trl_precompute.py              # all cases, or those whose numbers are given
 
-Two runs of DPOTrainer share a data set and its cache. Was it scored again in the second run? And what does it use as
-log π_ref, where a run with an empty cache computes another value: of the 16 chosen answers, the one that differs most.
+Two runs of DPOTrainer share a data set and its cache. Was it scored again in the second run? And what does it
+use as log π_ref, where a run with an empty cache computes another value: of the 16 chosen answers, the one
+that differs most.
 """
 import os
 import sys
@@ -18,7 +19,8 @@ from trl import DPOConfig, DPOTrainer
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 LONG = {"max_length": None}
 CASES = [  # settings of the first run, and what is other in the second
-    ({}, {}), ({}, {"learning_rate": 2e-6}), ({}, {"beta": 0.2}), ({}, {"seed": 1}), ({}, {"output_dir": "other"}),
+    ({}, {}), ({}, {"learning_rate": 2e-6}), ({}, {"beta": 0.2}), ({}, {"seed": 1}),
+    ({}, {"output_dir": "other"}),
     (LONG, {}), (LONG, {"learning_rate": 2e-6}), (LONG, {"bf16": True}),
     (LONG, {"truncation_mode": "keep_end", "max_length": 8}), (LONG, {"ld_alpha": 0.5})]
 

@@ -1,4 +1,5 @@
-"""Every benchmark runs with tiny sizes; docs/trl.md and docs/cache.md are true."""
+"""Every benchmark runs with tiny sizes; the programs of docs/trl.md run."""
+import json
 import os
 import re
 import subprocess
@@ -12,8 +13,8 @@ from test_scripts import blocks
 from refcache import ReferenceCache
 
 
-def start(name, *flags):
-    command = [sys.executable, f"{ROOT}/benchmarks/{name}.py", *map(str, flags)]
+def start(name, *flags, folder="benchmarks"):
+    command = [sys.executable, f"{ROOT}/{folder}/{name}.py", *map(str, flags)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -22,7 +23,7 @@ def start(name, *flags):
     (f"against_trl --tiny --works rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | "),
     ("against_trl --tiny", "| reference | trl + cache | "),
     ("gpu numbers --tiny", "ok    a saved model, loaded again | max_nats 0,"),
-    ("gpu speed --tiny", "tiny, rloo.py, k=8 | "), ("gpu trl --tiny", "| dpo | trl | "),
+    ("gpu trl --tiny", "| dpo | trl | "),
     ("trl_precompute 1", "learning_rate=2e-06 | yes |"), ("trl_precompute 7", "bf16=True | no | -9.9")])
 def test_benchmark_prints_rows(line, row):
     if "trl" in line:
@@ -30,14 +31,55 @@ def test_benchmark_prints_rows(line, row):
     assert row in start(*line.split())
 
 
+COMMIT = re.compile(r"[0-9a-f]{7,}(-dirty)?|added by [0-9a-f]{7}|unknown")  # unknown: there is no git
+
+
+@pytest.mark.slow
+def test_lines_of_a_gpu_name_the_commit(tmp_path):
+    printed = start("gpu", "speed", "--tiny", "--results", tmp_path / "lines.jsonl")
+    assert "tiny, rloo.py, k=8 | " in printed and "WRONG" not in printed
+    lines = [json.loads(line) for line in open(tmp_path / "lines.jsonl")]
+    assert {line["part"] for line in lines} == {"all", "speed"}
+    assert all(COMMIT.fullmatch(line["commit"]) for line in lines)
+
+
+def test_committed_results_name_their_commit():
+    for path in ROOT.glob("benchmarks/*.json*"):
+        entries = [json.loads(path.read_text())] if path.suffix == ".json" else map(json.loads, open(path))
+        for entry in entries:
+            for part in [entry] if "commit" in entry else entry.values():  # of a file, or of each work
+                assert COMMIT.fullmatch(part["commit"]), path
+
+
+@pytest.mark.slow
+def test_scores_join_the_metrics_of_a_run(tmp_path):
+    start("seeds", "--runs", "demo_dpo", "--seeds", 0, "--flags=--steps 1 --batch_size 2", "--out", tmp_path)
+    before, after = map(json.loads, open(tmp_path / "demo_dpo-0/metrics.jsonl"))
+    assert before["eval_loss"] > after["eval_loss"] > 0
+    assert 0.4 < before["eval_reward"] < 0.7 and 0 < after["eval_reward"] < 1 and after["eval_reward_stderr"] > 0
+
+
 @pytest.mark.slow
 def test_plot_prints_the_table_of_a_real_model_and_draws_it(tmp_path):
     pytest.importorskip("matplotlib")
-    table = start("plot", ROOT / "benchmarks/smollm2.json", "--out", tmp_path / "curves.png")
+    table = start("plot", ROOT / "benchmarks/smollm2.json", "--out", tmp_path / "curves.png", folder="tools")
     assert "| reference pass of `dpo` | " in table and "runs: held-out reward" in table
     assert (tmp_path / "curves.png").exists()
-    table = start("plot", *(ROOT / "benchmarks/runs").glob("*_sums"), "--out", tmp_path / "curves.png")
-    assert re.search(r"\| eval_score \| 0\.\d+ ± 0\.\d+ \| ", table)
+
+
+@pytest.mark.slow
+def test_plot_prints_the_table_of_runs_and_draws_them(tmp_path):
+    """A metric that is null at a step is left out there."""
+    pytest.importorskip("matplotlib")
+    runs = ROOT.glob("benchmarks/runs/kto_sums-*")
+    table = start("plot", *runs, "--out", tmp_path / "curves.png", folder="tools")
+    assert re.search(r"\| eval_(score|reward) \| 0\.\d+ ± 0\.\d+ \| ", table)
+    assert (tmp_path / "curves.png").exists()
+
+    lines = ['{"step": 0, "eval_kl": 0.5}\n', '{"step": 1, "eval_kl": null}\n']
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    table = start("plot", tmp_path, "--out", tmp_path / "curves.png", folder="tools")
+    assert "| eval_kl | 0.500 | 0.500 |" in table
 
 
 @pytest.mark.slow
