@@ -220,7 +220,7 @@ def run_batch(policy, samples: Samples, rewards, ref_logps, old_logps, args: Arg
         advantages = compute_advantages(rewards[indices], old, ref_logps[indices], args.beta)  # (b, k)
         losses, is_clipped = policy_loss(logps.sum(dim=2), old.sum(dim=2), advantages, args.clip_eps)
 
-        scale = 1 / rewards.numel()  # of all processes
+        scale = 1 / rewards.numel()
         loss = losses.sum() * scale
         loss.backward()
         totals += torch.stack([loss.detach(), is_clipped.sum() * scale])

@@ -1,14 +1,15 @@
 """docs/change_it.md: its commands run, and each of its idioms does what the page says."""
-import shutil
 import subprocess
 
-import pytest
 from runs import ROOT, arguments, read, without_speed
 from test_changes import apply, module_of, needs_patch, resumed
 from test_scripts import blocks
 
+from tools import prepare
+
 PAGE = "docs/change_it.md"
-IDIOMS = blocks(PAGE, "diff")
+OPTIMIZER, METRIC = blocks(PAGE, "diff")
+*_, WORDS, CONVERT = blocks(PAGE)
 
 
 def changed(idiom):
@@ -16,28 +17,30 @@ def changed(idiom):
 
 
 def test_another_optimizer_resumes_bitwise():
-    module = changed(IDIOMS[0])
-    flags = dict(steps=4, save_every=2)
-    whole = without_speed(module.main(arguments(**flags)))
-    assert whole[-1]["loss"] != whole[1]["loss"]
-    assert resumed(module, arguments(**flags))[0] == whole
+    module, args = changed(OPTIMIZER), arguments(steps=4, save_every=2)
+    whole = without_speed(module.main(args))
+    assert whole[-1]["loss"] != whole[1]["loss"] and resumed(module, args)[0] == whole
 
 
-def test_metric_of_generated_text():
-    args = arguments(steps=1, samples=3, max_new_tokens=8)
-    history = changed(IDIOMS[1]).main(args)
-    texts = [line["completion"] for line in read(f"{args.out}/samples.jsonl") if line["step"] == 1]
-    assert history[-1]["samples/words"] == pytest.approx(sum(len(text.split()) for text in texts) / len(texts))
+def test_metric():
+    before, now = changed(METRIC).main(arguments(steps=1))
+    assert before["eval_length/difference"] == now["eval_length/difference"] != 0
+
+
+def test_words_of_a_sample_and_rows_of_another_format(tmp_path, monkeypatch):
+    exec(WORDS + CONVERT, names := {})
+    assert names["words"]([[dict(role="assistant", content="good  soup")]], ended=[True]) == [2]
+
+    monkeypatch.setattr(prepare, "convert", names["convert"])
+    (tmp_path / "rows.jsonl").write_text('{"instruction": "Add.", "input": "2 3", "output": "5"}')
+    prepare.main(prepare.Args(data=f"{tmp_path}/rows.jsonl", out=f"{tmp_path}/out"))
+    assert read(tmp_path / "out/train.jsonl") == [dict(prompt="Add.\n2 3", completion="5", label=True)]
 
 
 @needs_patch
 def test_commands_of_the_page_make_scripts(tmp_path):
-    for name in ("dpo.py", "rloo.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "changes").symlink_to(ROOT / "changes")
-    one, stacked, _ = blocks(PAGE, "bash")[0].splitlines()
-    for command in (one.partition(" && ")[0], stacked):
-        subprocess.run(["bash", "-ec", command], cwd=tmp_path, check=True)
-    assert "log_odds" in (tmp_path / "orpo.py").read_text()
+    one, stacked = blocks(PAGE, "bash")[0].splitlines()
+    commands = [f"cp -r {ROOT}/changes {ROOT}/dpo.py {ROOT}/rloo.py .", one.partition(" && ")[0], stacked]
+    subprocess.run(["bash", "-ec", "\n".join(commands)], cwd=tmp_path, check=True)
     mine = (tmp_path / "my.py").read_text()
-    assert "nf4" in mine and "k3" in mine
+    assert "log_odds" in (tmp_path / "losses.py").read_text() and "nf4" in mine and "k3" in mine

@@ -5,45 +5,43 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
-from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from math import log
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import tyro
-from models import bad_input, equal, gradient, logps, parametrize, slow_but
-from runs import ROOT, SCRIPTS, TOKENIZER, arguments, load, run_until, same_metrics, tiny, weights_of, without_speed
+from models import GROUPS, bad_input, build, gradient, logps, parametrize, slow, slow_but, values_and_gradients
+from runs import FOLDER, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, load, read, run_until, save, tiny, without_speed
 from slow_losses import LOSSES, all_losses, assistant_turns, dpo_loss, of_pairs, orpo
 from torch import tensor
 from transformers import AutoModelForSequenceClassification
 
 import dpo
 import refcache
-import rloo
+from demo import reward_model
+from refcache import completion_logprobs
 
 PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
 TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
 SLOW = pytest.mark.slow
-needs_patch = pytest.mark.skipif(
-    not shutil.which("patch") or not shutil.which("git"), reason="needs patch(1) and git")
-MACHINERY = ["compile", "load_in_4bit", "vllm_rollouts"]  # they stack on all others
+needs_patch = pytest.mark.skipif(not shutil.which("patch"), reason="needs patch")
+MACHINERY = ["compile", "load_in_4bit", "vllm_rollouts", "cuda_graph"]  # they stack on all others
 SCRIPTS_OF = {name: [re.search(r"^--- (\w+)", patch, re.M)[1]] for name, patch in PATCHES.items()}
-SCRIPTS_OF |= dict(compile=list(SCRIPTS), load_in_4bit=list(SCRIPTS))
-SCRIPTS_OF |= dict(humanline=["kto", "dpo"], tr_dpo=["dpo", "kto"])
+SCRIPTS_OF |= dict(compile=list(SCRIPTS), load_in_4bit=list(SCRIPTS), humanline=["kto", "dpo"], tr_dpo=["dpo", "kto"])
 
 
 def hunks(patch):
-    """(old text, new text) of each."""
-    pairs = []
+    """Yields the old and the new text of each."""
     for hunk in re.split(r"^@@ .*\n", patch, flags=re.M)[1:]:
         lines = hunk.splitlines(True)
-        old = "".join(line[1:] for line in lines if line[0] in " -")
-        pairs.append((old, "".join(line[1:] for line in lines if line[0] in " +")))
-    return pairs
+        yield ["".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +")]
 
 
 def apply(patch, text):
@@ -53,7 +51,7 @@ def apply(patch, text):
     return text
 
 
-def text_of(script, names):
+def text_of(script, *names):
     text = (ROOT / f"{script}.py").read_text()
     for name in names:
         text = apply(PATCHES[name], text)
@@ -61,13 +59,11 @@ def text_of(script, names):
 
 
 def changed(name, script=None):
-    """The module that a patch makes of a script. NAME+OTHER: two patches."""
-    return patched(name, script or SCRIPTS_OF[name.split("+")[0]][0])
-
-
-@cache
-def patched(name, script):
-    return module_of(text_of(script, name.split("+")), f"{name} of {script}", script)
+    """The module that a patch makes of a script, once. NAME+OTHER: two patches."""
+    names = name.split("+")
+    script = script or SCRIPTS_OF[names[0]][0]
+    label = f"{name} of {script}"
+    return sys.modules.get(label) or module_of(text_of(script, *names), label, script)
 
 
 def module_of(text, name, script):
@@ -79,51 +75,34 @@ def module_of(text, name, script):
 
 # --- The patches as files
 
-RUFF = [sys.executable, "-m", "ruff", "check", "--no-cache", "--isolated", "--select", "F"]
-
-
-def run_patch(script, name, out):
-    subprocess.run(["patch", "--fuzz=0", script, ROOT / f"changes/{name}.patch", "-o", out], check=True)
-    return out.read_text()
-
-
 @parametrize("name", slow_but(MACHINERY, PATCHES))
 @needs_patch
-def test_patch_applies_to_each_of_its_scripts_and_others_stack_on_it(name, tmp_path):
-    """The order of two patches changes nothing. The linter finds no unused or missing name."""
-    subprocess.run(["git", "apply", "-p0", "--check", f"changes/{name}.patch"], cwd=ROOT, check=True)
+def test_patch_applies_to_its_scripts_and_others_stack_on_it(name, tmp_path):
+    """In any order. The linter finds no unused or missing name."""
+    def patch(file, name, out):
+        subprocess.run(["patch", "--fuzz=0", file, ROOT / f"changes/{name}.patch", "-o", out], check=True)
+        return out.read_text()
+
     one = tmp_path / "one.py"
     for script in SCRIPTS_OF[name]:
-        assert run_patch(ROOT / f"{script}.py", name, one) == text_of(script, [name])
-        if find_spec("ruff"):
-            subprocess.run([*RUFF, one], check=True)
+        assert patch(ROOT / f"{script}.py", name, one) == text_of(script, name)
+        ruff = "-m ruff check --no-cache --isolated --select F".split()
+        subprocess.run([sys.executable, *ruff, one], check=find_spec("ruff") is not None)
         for other in MACHINERY:
             if other != name and script in SCRIPTS_OF[other]:
-                both = run_patch(one, other, tmp_path / "both.py")
-                compile(both, f"{name}+{other}", "exec")
-                assert both == text_of(script, [other, name])
+                assert patch(one, other, tmp_path / "both.py") == text_of(script, other, name)
 
 
 @parametrize("script", SCRIPTS)
 def test_small_change_of_a_script_breaks_at_most_one_patch(script):
-    """A comment that is deleted, or a new line in Args or in Loss."""
+    """A comment that is deleted, or a line that is new in Args or in Loss."""
     text = (ROOT / f"{script}.py").read_text()
-    spans = []  # lines of each hunk
-    for name in PATCHES:
-        for old, _ in hunks(PATCHES[name]) if script in SCRIPTS_OF[name] else ():
-            begin = text[:text.index(old)].count("\n")
-            spans.append((name, begin, begin + old.count("\n")))
-
-    is_list = False
-    for n, line in enumerate(text.splitlines()):
-        if "#" in line:
-            assert len({name for name, begin, end in spans if begin <= n < end}) <= 1, line
-        if is_list:  # a new line above this one
-            assert len({name for name, begin, end in spans if begin < n < end}) <= 1, line
-        if line in ("class Args:", "Loss = Literal["):
-            is_list = True
-        elif line == "]" or line.startswith("# ---- The loss"):
-            is_list = False
+    flags = text.partition("\nclass Args:")[2].partition("# ---- The loss")[0].splitlines()
+    n_patches = Counter()
+    for patch in (PATCHES[name] for name in PATCHES if script in SCRIPTS_OF[name]):
+        lines = chain(*(old.splitlines() for old, _ in hunks(patch)))
+        n_patches.update({line for line in lines if line and (line in flags or re.search("#|Loss = ", line))})
+    assert not [line for line, n in n_patches.items() if n > 1]
 
 
 def test_patches_and_tables_agree():
@@ -131,10 +110,10 @@ def test_patches_and_tables_agree():
     assert set(in_readme) == set(TABLE) == set(PATCHES)
     for name, patch in PATCHES.items():
         header, _, diff = patch.partition("--- ")
-        paper, formula, lines, command = (cell.strip() for cell in TABLE[name].split(" | "))
+        formula, lines, command = (cell.strip() for cell in TABLE[name].split(" | "))
         assert header.count("\n") == 3 and max(map(len, header.splitlines())) <= 110
         assert int(lines) == int(in_readme[name]) == len(re.findall(r"^\+(?!\+\+ )", diff, re.M))
-        assert set(re.findall(r"\d{4}\.\d{5}", paper)) <= set(re.findall(r"\d{4}\.\d{5}", header))
+        assert all(number in header for number in re.findall(r"\d{4}\.\d{5}", formula))
         flags = re.fullmatch(rf"`python {name}\.py ?(.*)`", command)[1]
         tyro.cli(changed(name).Args, args=shlex.split(flags), use_underscores=True)
 
@@ -143,7 +122,7 @@ def test_patches_and_tables_agree():
 
 def watch(monkeypatch, name, slow_loss, function="run_batch"):
     """Compares the batches of main() with slow_loss. Returns losses and norms of gradients."""
-    fast, losses = getattr(changed(name), function), []
+    losses, fast = [], getattr(changed(name), function)
 
     def watched(model, *inputs, **options):
         if not options.get("train", True):
@@ -169,37 +148,41 @@ def run(name, script=None, **flags):
     return module.main(args), args
 
 
+def resumed(module, args):
+    """The same run again, killed after step 2: its history, and the checkpoint from which it goes on."""
+    args = replace(args, out=f"{args.out}-again")
+    run_until("learning_rate 3", module.main, args)
+    saved = shutil.copytree(f"{args.out}/resume-2", f"{args.out}-saved")
+    return without_speed(module.main(args)), saved
+
+
 @SLOW
-@parametrize("name, flags", [
-    ("sft", dict(lora_r=4, gradient_checkpointing=True)), ("grpo", {}), ("reward_model", {})])
-def test_compiled_runs_of_each_script_equal_others(monkeypatch, name, flags):
-    compiled, compile_module = set(), torch.nn.Module.compile
-
-    def watched(module, **options):
-        compiled.add(type(module).__name__)
-        compile_module(module, **options)
-
-    monkeypatch.setattr(torch.nn.Module, "compile", watched)
+def test_compiled_model_has_the_same_log_probs_and_gradients(monkeypatch):
     monkeypatch.setattr(refcache, "log_softmax_at", refcache.log_softmax_at)
-    changed(f"{name}+compile").compile_log_softmax.cache_clear()
-    one, other = (without_speed(run(patches, steps=2, **flags)[0]) for patches in (name, f"{name}+compile"))
-    assert hasattr(refcache.log_softmax_at, "get_compiler_config") and compiled == {"LlamaMLP", "LlamaRMSNorm"}
-    assert same_metrics(one, other)
+    changed("compile").compile_log_softmax.cache_clear()
+    compiled = load(script=changed("compile"), trains=True, gradient_checkpointing=True)
+    names = {type(part).__name__ for part in compiled.modules() if part._compiled_call_impl}
+    assert names == {"LlamaMLP", "LlamaRMSNorm"} and hasattr(refcache.log_softmax_at, "get_compiler_config")
+    expected = values_and_gradients(slow, load(trains=True), GROUPS)
+    for found, truth in zip(values_and_gradients(completion_logprobs, compiled, GROUPS), expected):
+        assert torch.allclose(found, truth, atol=1e-4, rtol=1e-4)
 
 
 @SLOW
 @parametrize("name", ["load_in_4bit", "grpo+load_in_4bit"])
-def test_policy_and_reference_in_4_bits_are_equal_at_step_1(name):
+def test_policy_and_reference_in_4_bits_are_equal_and_runs_resume(name):
     bitsandbytes, _ = map(pytest.importorskip, ("bitsandbytes", "peft"))
-    history, args = run(name, steps=2, lora_r=4, dtype="bfloat16")
-    weights = changed(name).load_model(f"{args.out}/model", "cpu", args, trains=True).parameters()
+    module = changed(name)
+    history, args = run(name, lora_r=4, dtype="bfloat16", save_every=2)
+    weights = module.load_model(f"{args.out}/model", "cpu", args, trains=True).parameters()
     assert {x.quant_type for x in weights if isinstance(x, bitsandbytes.nn.Params4bit)} == {"nf4"}
-    assert abs(history[1]["kl" if "grpo" in name else "logratio"]) <= 1e-6 and history[2]["grad_norm"] > 0
+    assert abs(history[1]["kl" if "grpo" in name else "logratio"]) <= 1e-6
     assert "grpo" in name or b" in NF4" in Path(args.out, "reference_logprobs.pkl").read_bytes()
+    assert resumed(module, args)[0] == without_speed(history)
 
 
 @parametrize("name, flags, words", [
-    ("load_in_4bit", {}, "an adapter.* one process"), ("reward_model", dict(lora_r=4), "all its weights"),
+    ("load_in_4bit", dict(ref="swap"), "an adapter.* one process"), ("reward_model", dict(lora_r=4), "all its weights"),
     ("tr_dpo", dict(ref="live"), "--ref swap"), ("humanline", {}, "--ref swap"),
     ("losses", dict(loss=("exo_pair",)), "needs --label_smoothing"),
     ("losses", dict(loss=("hinge",), label_smoothing=0.1), "robust and exo_pair")])
@@ -210,20 +193,34 @@ def test_misuse_is_refused(name, flags, words):
 
 # --- Pairs
 
-OTHER_START = dict(model=tiny(1), ref_model=tiny())  # no log-ratio is 0
+def write_rows(name, rows):
+    path = Path(FOLDER.name, f"{name}.jsonl")
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def chat(*turns):
+    return [dict(role=role, content=text) for role, text in turns]
+
+
+CONVERSATIONS = write_rows("conversations", [dict(prompt="a", chosen=" b c", rejected=" d")] + [
+    dict(prompt=chat(("user", f"film {n}")), tools=[dict(name="look")],
+         chosen=chat(("assistant", "good"), (speaker, "yes why"), ("assistant", "yes")),
+         rejected=chat(*[("assistant", "a bad film")] * (n > 0), (speaker, "no why"), *[("assistant", "no")] * (n > 0)))
+    for n, speaker in enumerate(["user", "tool"] * 3)])
 
 
 @parametrize("name, formula, flags", [
-    ("orpo", orpo, {}),
-    ("losses", all_losses, OTHER_START | dict(
-        loss=tuple(LOSSES), loss_weights=tuple(range(1, len(LOSSES) + 1)), label_smoothing=0.1)),
-    ("multi_turn", assistant_turns, OTHER_START | dict(loss=("sigmoid_norm",)))])
-def test_loss_of_pairs(monkeypatch, tmp_path, name, formula, flags):
-    if name == "multi_turn":
-        flags |= dict(data=conversations(tmp_path), eval_data=None)
+    ("losses", orpo, dict(loss=("orpo",))),
+    ("losses", all_losses, dict(loss=tuple(LOSSES), loss_weights=(1, 2, 3, 4, 5, 6, 7, 8), label_smoothing=0.1)),
+    ("multi_turn", assistant_turns, dict(loss=("sigmoid_norm",), data=CONVERSATIONS, eval_data=None))])
+def test_loss_of_pairs(monkeypatch, name, formula, flags):
+    """No log-ratio is 0."""
     losses = watch(monkeypatch, name, of_pairs(formula, load()))
-    run(name, beta=0.3, steps=3, **flags)
+    history, _ = run(name, beta=0.3, model=tiny(1), ref_model=tiny(), **flags)
     assert len(losses) == 3
+    if formula is orpo:  # without a reference, and per token
+        assert history[1]["rewards/chosen"] == pytest.approx(-0.3 * history[1]["nll/chosen"])
 
 
 @parametrize("loss", LOSSES)
@@ -233,40 +230,28 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(loss):
     batch = dpo.Batch(-ones, -ones, *ratios, ones, ones, ones, ones)
     values = changed("losses").preference_loss(loss, batch, dpo.Args(label_smoothing=0.1))
     values.sum().backward()
-    assert values.isfinite().all() and ratios.grad.isfinite().all()
+    assert torch.cat([values[None], ratios.grad]).isfinite().all()
 
 
-def conversations(folder):
-    """Rows of several turns, and a row of strings. The second answer follows a question or a result of a tool."""
-    rows = [dict(prompt="a", chosen=" b c", rejected=" d")]
-    for n, speaker in enumerate(["user", "tool", "user"] * 2):
-        row = {}
-        for name, first, last in (("chosen", "good", "yes"), ("rejected", "a bad film", "no")):
-            turns = [("user", f"film {n}"), ("assistant", first), (speaker, f"{last} why"), ("assistant", last)]
-            row[name] = [dict(role=role, content=text) for role, text in turns]
-        rows.append(row)
-    path = folder / "conversations.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return str(path)
-
-
-def test_multi_turn_never_trains_a_turn_that_the_template_rewrites(tmp_path, monkeypatch, capsys):
-    """This template writes a thought before the last message alone, as Qwen3's does."""
+def test_turn_that_the_template_rewrites_is_not_trained(monkeypatch, capsys):
+    """A template that writes a thought before the last message alone, as Qwen3's does."""
     module = changed("multi_turn")
-    template = TOKENIZER.chat_template.replace("{{ message.content }}", (
-        "{% if loop.last and message.role == 'assistant' %}thought {% endif %}{{ message.content }}"))
-    monkeypatch.setattr(TOKENIZER, "chat_template", template)
-    _, *rows = module.load_rows(conversations(tmp_path), TOKENIZER, module.Args())
-    assert len(rows) == 6 and "; 12 turns that are not trained" in capsys.readouterr().out
-    for row in rows:
-        for tokens, mask, text in zip((row.chosen, row.rejected), row.trained, ("yes", "no")):
-            assert TOKENIZER.decode(tensor(tokens)[tensor(mask)]) == f"thought {text}<|end|>"
+    args = module.Args(model=tiny(), chat_template_kwargs=dict(thought="so"))
 
-    template = template.replace("<|assistant|>", "<|assistant|>why ")  # answers do not begin with it
-    monkeypatch.setattr(TOKENIZER, "chat_template", template)
-    with bad_input("too few rows"):
-        module.load_rows(conversations(tmp_path), TOKENIZER, module.Args())
-    assert "; 6 dropped: no turn" in capsys.readouterr().out
+    def load_rows(old, new):
+        monkeypatch.setattr(TOKENIZER, "chat_template", TOKENIZER.chat_template.replace(old, new))
+        return module.load_rows(CONVERSATIONS, TOKENIZER, args)
+
+    thought = "{% if loop.last and message.role == 'assistant' %}{{ thought }} {{ tools[0].name }} {% endif %}"
+    _, *rows = load_rows("{{ message.content }}", thought + "{{ message.content }}")
+    assert len(rows) == 5 and "; 11 turns that are not trained" in capsys.readouterr().out
+    for row in rows:
+        texts = [TOKENIZER.decode(tensor(y)[tensor(mask)]) for y, mask in zip(row[1:3], row.trained)]
+        assert texts == ["so look yes<|end|>", "so look no<|end|>"]
+    batch = module.compute_batch(load(), rows, None)
+    assert batch.logp_w.equal(batch.ratio_w)
+    with bad_input("1 of 7 rows; .*; 6 dropped: no turn"):
+        load_rows("<|assistant|>", "<|assistant|>why ")  # answers do not begin with it
 
 
 def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
@@ -278,37 +263,26 @@ def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
         return sum(map(dpo_loss, margins)) / len(rows)
 
     losses = watch(monkeypatch, "reward_model", slow_loss)
-    _, args = run("reward_model", steps=2, samples=64, gradient_checkpointing=True)  # it can write no answers
-    assert len(losses) == 2
-
-    rows = dpo.load_rows(args.data, TOKENIZER, dpo.Args(score="keeps the columns"))
-    prompts, answers = ([row.columns[name] for row in rows] for name in ("prompt", "chosen"))
+    model = save(build("llama", TINY | dict(pad_token_id=7)), "pads")
+    _, args = run("reward_model", model=model, gradient_checkpointing=True)
+    assert len(losses) == 3
     model = AutoModelForSequenceClassification.from_pretrained(f"{args.out}/model")
-    expected = [score(model, row, row.chosen).item() for row in rows]
-    judge = rloo.load_reward_model(f"{args.out}/model", "cpu", rloo.Args())
-    assert judge(prompts, answers, [True] * 12) == pytest.approx(expected, abs=1e-5)
+    expected = [score(model, row, row.chosen).item() for row in dpo.load_rows(args.data, TOKENIZER, args)]
+    columns = {name: [row[name] for row in read(args.data)] for name in ("prompt", "chosen")}
+    monkeypatch.setenv("REWARD_MODEL", f"{args.out}/model")
+    assert reward_model.score(*columns.values(), [True] * 12) == pytest.approx(expected, abs=1e-5)
 
 
 # --- Moving references
 
 @parametrize("script, loss", [("kto", 0.5), ("dpo", log(2))])
-def test_humanline_clamps_log_ratios_and_copies_before_the_update(monkeypatch, script, loss):
-    module, calls = changed("humanline", script), []
-    copy, step = module.copy_policy, torch.optim.AdamW.step
-    assert module.HUMANLINE == (-1.0, 1.5)
+def test_humanline_clamps_log_ratios(monkeypatch, script, loss):
+    module = changed("humanline", script)
+    ratios, = module.log_ratios([[tensor([-3.0, -0.9, 1.4, 3.0])]], [((1,), [(1, 2, 3, 4)])], None)
+    assert ratios[0].tolist() == pytest.approx([-1, -0.9, 1.4, 1.5])
     monkeypatch.setattr(module, "HUMANLINE", (0.0, 0.0))
-    monkeypatch.setattr(module, "copy_policy", lambda reference: calls.append("copy") or copy(reference))
-    monkeypatch.setattr(torch.optim.AdamW, "step", lambda *inputs, **_: calls.append("step") or step(*inputs))
     history, _ = run("humanline", script, ref="swap")
-    assert calls == 3 * ["copy", "step"]
     assert [values["loss"] for values in history[1:]] == pytest.approx(3 * [loss])
-
-
-def resumed(module, args):
-    """The history of a run that is killed after step 2, and begun again. The checkpoint from which it goes on."""
-    run_until("learning_rate 3", module.main, args)
-    saved = weights_of(f"{args.out}/resume-2")
-    return without_speed(module.main(args)), saved
 
 
 MOVING = dict(ref="swap", sync_reference=2, sync_mix=0.6)
@@ -319,28 +293,31 @@ MOVING = dict(ref="swap", sync_reference=2, sync_mix=0.6)
     ("humanline", "kto", dict(ref="swap"))])
 def test_resumed_run_has_the_same_bits(name, script, flags):
     whole, args = run(name, script, save_every=2, **flags)
-    again = replace(args, out=f"{args.out}-again")
-    history, saved = resumed(changed(name, script), again)
+    history, folder = resumed(changed(name, script), args)
     assert history == without_speed(whole)
-    assert equal(weights_of(f"{again.out}/model"), weights_of(f"{args.out}/model"))
 
-    for name, first in load().state_dict().items() if "sync_mix" in flags else ():
-        assert torch.allclose(saved[f"reference.{name}"], 0.6 * saved[name] + 0.4 * first, atol=1e-6)
+    first, now, reference = (load().state_dict() for _ in range(3))
+    dcp.load({"weights": now}, checkpoint_id=folder)
+    dcp.load(reference, checkpoint_id=f"{folder}/reference")
+    for key, weight in reference.items():
+        if name == "tr_dpo":
+            assert torch.allclose(weight, 0.6 * now[key] + 0.4 * first[key], atol=1e-6)
+        else:  # the policy one step before
+            assert not weight.equal(now[key]) and not weight.equal(first[key])
 
 
 # --- Single answers
 
-def test_sft_is_a_mean_over_the_tokens_of_good_answers(monkeypatch, tmp_path):
-    """The answers of rows that are good, of rows without a label, and of pairs."""
+def test_sft_is_a_mean_over_tokens_of_good_answers(monkeypatch):
+    """Also of rows without a label, and of pairs."""
     def slow_loss(policy, rows, *_):
         assert sorted(TOKENIZER.decode(row.completion[:-1]) for row in rows) == ["a", "c", "longer"]
         return -torch.cat(logps(policy, [row[:2] for row in rows])).mean()
 
     rows = [dict(completion="a"), dict(completion="longer", label=True), dict(completion="b", label=False),
             dict(chosen="c", rejected="d")]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps(row | dict(prompt="?")) for row in rows))
+    path = write_rows("sft", [row | dict(prompt="?") for row in rows])
     losses = watch(monkeypatch, "sft", slow_loss)
     monkeypatch.setattr(changed("sft"), "ReferenceCache", None)
-    run("sft", data=str(path), eval_data=str(path), steps=2, tokens_per_forward=10)
+    run("sft", data=path, eval_data=path, steps=2, tokens_per_forward=10)
     assert len(losses) == 2

@@ -1,55 +1,52 @@
-"""Patches of rloo.py: loss and gradient equal those of a plain loop over samples."""
+"""Patches of rloo.py: losses are those of a plain loop, samples those of the sampler."""
 import sys
 from functools import partial
 from importlib.util import find_spec
+from itertools import count, product
 from math import nan
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
 import torch
-from models import parametrize
+from models import MODELS, SMALL, build, parametrize, ready, slow_but
 from runs import ROOT, TOKENIZER, adapt, load, needs_peft, tiny
 from slow_losses import model_with_many_ends
 from slow_samples import BETA, LOSSES, add_logps, batch_of
 from test_changes import SLOW, changed, run, watch
+from test_rollout import PROMPTS
 from torch import tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import rloo
+from refcache import enable_shared_prompts
 
 SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.1, 0.1, 0.1]])
 
 
-def watch_samples(monkeypatch, name, slow_loss):
-    """watch() of the samples of a run, which get SCORES."""
+@parametrize("name, slow_loss, flags", LOSSES)
+def test_loss_of_samples(monkeypatch, name, slow_loss, flags):
     module, reference, batch = changed(name), load(model_with_many_ends()), []
 
     def rollout(policy, *inputs, step, original=module.rollout, **options):
         samples = original(policy, *inputs, step=step, **options)
         if step > 1:  # as if another program had drawn them
-            noise = torch.cos(torch.arange(samples.logps.numel())).view(samples.logps.shape)
+            noise = torch.cos(torch.arange(samples.logps.numel())).view_as(samples.logps)
             samples = samples._replace(logps=(samples.logps + noise) * samples.mask)
         batch[:] = batch_of(samples, SCORES.where(samples.ended, nan), policy, reference)  # --mask_truncated
         return samples
 
     def loss_now(policy, *_):
         add_logps(policy, batch)
-        return slow_loss(batch)
+        return slow_loss(batch, **flags)
 
     monkeypatch.setattr(module, "rollout", rollout)
     monkeypatch.setattr(module, "compute_rewards", lambda *_: (SCORES, {}))
-    return watch(monkeypatch, name, loss_now, "run_pairs" if "online_dpo" in name else "run_batch")
-
-
-SIZES = dict(k=3, batch_size=4, max_new_tokens=6, mask_truncated=True, updates_per_rollout=2, eval_data=None,
-             eval_size=0, beta=BETA, steps=2)
-
-
-@parametrize("name, slow_loss, flags", LOSSES)
-def test_loss_of_samples(monkeypatch, name, slow_loss, flags):
-    losses = watch_samples(monkeypatch, name, partial(slow_loss, **flags))
-    history, _ = run(name, model=model_with_many_ends(), tokens_per_forward=40, **SIZES | flags)
+    losses = watch(monkeypatch, name, loss_now, "run_pairs" if "online_dpo" in name else "run_batch")
+    history, _ = run(
+        name, model=model_with_many_ends(), k=3, batch_size=4, max_new_tokens=6, mask_truncated=True,
+        updates_per_rollout=2, eval_data=None, beta=BETA, steps=2, tokens_per_forward=40, **flags)
     assert len(losses) == 4 and max(norm for _, norm in losses) > 1e-3
     if "online_dpo" not in name and flags.get("loss_type") != "gspo":
         assert max(values["clip_ratio"] for values in history[1:]) > 0
@@ -57,7 +54,7 @@ def test_loss_of_samples(monkeypatch, name, slow_loss, flags):
 
 @parametrize("loss_type", ["grpo", "dr_grpo"])
 def test_equal_rewards_have_no_advantage(loss_type):
-    """Adam would make a whole step of a rounding error."""
+    """Adam would make a step of a rounding error."""
     args = SimpleNamespace(loss_type=loss_type)
     advantages = changed("grpo").group_advantages(tensor([[0.9, 0.9, 0.9], [0.7, nan, nan]]), args)
     assert advantages.tolist() == [[0.0] * 3] * 2
@@ -67,7 +64,7 @@ def test_equal_rewards_have_no_advantage(loss_type):
 
 @pytest.fixture
 def engines(monkeypatch):
-    """The engines of a module that stands for vLLM. They sample from the weights that they were sent."""
+    """Engines of a module that stands for vLLM: they sample from the weights that were sent."""
     engines = []
 
     def start(model, load_format, logprobs_mode, max_model_len, **_):
@@ -91,7 +88,6 @@ def engines(monkeypatch):
 
 
 def generate(policy, requests, options, use_tqdm):
-    outputs = []
     for request, option in zip(requests, options, strict=True):
         assert option.ignore_eos and option.flat_logprobs and option.logprobs == 0
         policy.generation_config.eos_token_id = option.stop_token_ids
@@ -100,36 +96,30 @@ def generate(policy, requests, options, use_tqdm):
         samples = [
             SimpleNamespace(token_ids=y, logprobs=SimpleNamespace(logprobs=logps[:len(y)].tolist()))
             for y, logps in zip(drawn.groups[0][1], drawn.logps[0])]
-        outputs.append(SimpleNamespace(outputs=samples))
-    return outputs
+        yield SimpleNamespace(outputs=samples)
 
 
 def gap(history):
     return max(line["sampling/sampling_logp_difference/max"] for line in history[1:])
 
 
-def with_adapter():
-    return adapt("a whole head", modules_to_save=["lm_head"])
-
-
 @parametrize("name, model", [
     ("vllm_rollouts", model_with_many_ends), ("grpo+vllm_rollouts", tiny),
-    pytest.param("vllm_rollouts", with_adapter, marks=needs_peft)])
+    pytest.param("vllm_rollouts", partial(adapt, "a whole head", modules_to_save=["lm_head"]), marks=needs_peft)])
 def test_vllm_samples_from_the_new_weights(engines, name, model):
     """The learning rate is high: samples of older weights would have other log-probs."""
     history, _ = run(name, model=model(), lr=3e-2, temperature=0.7)
     assert gap(history) < 1e-4 and history[1]["kl"] != history[3]["kl"]
     engine, = engines
     *calls, last = [name for name, *_ in engine.mock_calls]
-    rollouts = 5  # an evaluation, three steps, an evaluation
-    assert calls == rollouts * ["collective_rpc", "reset_prefix_cache", "generate"]
+    assert calls == 5 * ["collective_rpc", "reset_prefix_cache", "generate"]  # of steps and evaluations
     assert last == "llm_engine.engine_core.shutdown"
 
 
 def test_vllm_samples_are_a_function_of_seed_step_and_place(engines):
     def sample(seed, step):
         module = changed("vllm_rollouts")
-        args = module.Args(model=tiny(), dtype="float32", seed=seed, max_new_tokens=6)
+        args = module.Args(model=tiny(), seed=seed, max_new_tokens=6)
         (_, one), (_, two) = module.rollout(load(), TOKENIZER, [(5, 6)] * 2, 3, step, args).groups
         return one + two
 
@@ -138,7 +128,7 @@ def test_vllm_samples_are_a_function_of_seed_step_and_place(engines):
 
 
 @SLOW
-@pytest.mark.skipif(not find_spec("vllm"), reason="needs vllm 0.32: docs/change_it.md")
+@pytest.mark.skipif(not find_spec("vllm"), reason="needs vllm 0.32")
 def test_real_vllm(monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -146,3 +136,48 @@ def test_real_vllm(monkeypatch):
         history, _ = run("vllm_rollouts", model=f"{ROOT}/demo/model", lr=1e-3, steps=3, max_new_tokens=32)
         assert gap(history) < 1e-4 and history[3]["kl"] > 1e-3
         assert history[3]["completions/clipped_ratio"] < 1
+
+
+# --- CUDA graphs
+
+FAMILIES = MODELS | {name: (name, SMALL) for name in ("qwen2", "qwen3_moe")} | {"waits": MODELS["llama"]}
+NAMES = "llama waits lora gpt2 qwen2 qwen3 qwen3_moe glm4-moe-buffer phi-head-bias granite-logits-scaling".split()
+CASES = product((4, 8), (False, True), (1, 5, 12, 64))  # k, are prompts copied, stride
+
+
+def record(step):
+    """A CUDA graph on a CPU. The step also runs while it is recorded, so the first replay is empty."""
+    graph, replays = make_fx(step)(), count()
+    return lambda: graph() if next(replays) else None
+
+
+@parametrize("case", slow_but([(4, False, 1), (4, False, 12), (8, True, 12)], CASES))
+@parametrize("name", slow_but(["llama", "waits"], NAMES))
+def test_graphs_draw_the_same_samples(monkeypatch, name, case):
+    def wait(*_):
+        if name == "waits" and modes[-1:] == ["error"]:
+            raise RuntimeError
+
+    k, is_copied, stride = case
+    module, modes, recorder = changed("cuda_graph"), [], MagicMock(side_effect=record)
+    monkeypatch.setattr(module, "record", recorder)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    if stride > 1:
+        monkeypatch.setattr(module, "tokens_per_graph", lambda _: stride)
+
+    model = load(adapt("sampler")) if name == "lora" else build(*FAMILIES[name])
+    enable_shared_prompts(model)
+    model.register_forward_hook(wait)
+    model.generation_config.eos_token_id = [30, 31, 32]  # many ends
+    args = rloo.Args(max_new_tokens=stride + 12, temperature=3.0)
+    prompts = PROMPTS[::2] if is_copied else [*PROMPTS, (9,) * 99]  # shorter or longer than the samples
+    one, other = (script.rollout(model, TOKENIZER, prompts, k, 1, args) for script in (rloo, module))
+    assert one.groups == other.groups
+    assert (one.logps - other.logps).abs().max() <= (1e-4 if stride > 1 else 0)
+    assert recorder.called == (stride > 8 and name != "waits")
+
+
+@parametrize("name, n", [("llama", 64), ("mistral-window-5", 1), ("stablelm", 1)])
+def test_windows_and_padding_have_no_graph(name, n):
+    core = SimpleNamespace(config=ready(name).config, device=torch.device("cuda"))
+    assert changed("cuda_graph").tokens_per_graph(core) == n
