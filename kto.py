@@ -74,6 +74,7 @@ TOKENS = {}  # id -> id, see as_tuple
 MAY_CHANGE = {  # flags that may differ when a run is resumed
     "out", "ref_cache", "wandb", "tokens_per_forward", "gradient_checkpointing", "save_every", "eval_every",
     "chat_template_kwargs"}
+ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}  # of messages
 
 
 @dataclass
@@ -381,10 +382,11 @@ def report(out: Path) -> list[dict]:
     """Prints the metrics of held-out rows, before training and now. Returns all metrics."""
     history = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     before, now = history[0], history[-1]
-    print(f"{'held out':30}   before      now")
-    for name in before:
-        if name.startswith("eval_") and name in now:
-            print(f"{name:30} {before[name]:8.3f} {now[name]:8.3f}")
+    names = [name for name in before if name.startswith("eval_") and name in now]
+    if names:
+        print(f"{'held out':30}   before      now")
+    for name in names:
+        print(f"{name:30} {before[name]:8.3f} {now[name]:8.3f}")
     print(f"see {out}")
     return history
 
@@ -394,7 +396,7 @@ def report(out: Path) -> list[dict]:
 def resolve(args: Args) -> Args:
     """A copy of the flags in which nothing is left to be chosen. Refuses flags that no run can have."""
     args = replace(args)
-    if not (args.model or args.data):
+    if not (args.model or args.data) and (HERE / "demo").exists():
         torch.set_num_threads(1)  # the demo's tiny model gains nothing from more
         unset = {flag: value for flag, value in DEMO.items() if vars(args)[flag] is None}
         args = replace(args, **unset)
@@ -406,7 +408,7 @@ def resolve(args: Args) -> Args:
     check_model(args.ref_model)
     for file in (args.data, args.eval_data):
         if file and not Path(file).is_file():
-            raise BadInput(f"{file} is no file: tools/prepare.py makes one of other data")
+            raise BadInput(f"{file} is no file: give a .jsonl file, such as tools/prepare.py writes")
 
     # A finished run is never changed. A kill at its end may have left a checkpoint.
     out, n = args.out or "out/kto", 1
@@ -536,10 +538,12 @@ def read_rows(file: str, names: tuple[str, ...]) -> list[dict]:
                 row = json.loads(line)
                 kinds = {name: kind_of(row.get(name)) for name in names}
             except (ValueError, AttributeError):  # no JSON, or no object
-                raise BadInput(f"{file}, line {number} is not a row of JSON: {line.strip()[:50]!r}") from None
+                raise BadInput(f"{file}, line {number} is not a row of JSON, {line.strip()[:50]!r}: "
+                               "tools/prepare.py reads other formats") from None
             if set(kinds.values()) not in ({"a string"}, {"messages"}):
                 found = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
-                raise BadInput(f"{file}, line {number}: {found}: tools/prepare.py makes plain rows")
+                raise BadInput(f"{file}, line {number}: {found}; the columns are {', '.join(row)}: "
+                               "tools/prepare.py makes plain rows")
             rows.append(row)
 
     if not rows:
@@ -551,11 +555,14 @@ def kind_of(text) -> str:
     """What a column holds: a string, messages, or something else, which is shown."""
     if isinstance(text, str):
         return "a string"
+    if text is None:
+        return "missing"
     try:
         texts = [message["role"] + (message.get("content") or "") for message in text]
+        is_messages = all(message["role"] in ROLES for message in text)
     except (TypeError, KeyError, AttributeError):
-        texts = []
-    return "messages" if texts else f"{text!r:.60}"
+        is_messages = False
+    return "messages" if is_messages and texts else f"{text!r:.60}"
 
 
 def render(row: dict, names: tuple[str, ...], tokenizer, args: Args, counts: Counter) -> list[str]:
@@ -642,7 +649,8 @@ def draw_others(rows: list[Row], sources: list[Row], args: Args) -> list[Row]:
             raise BadInput("all rows have one prompt: use --loss apo_zero_unpaired")
         drawn.append(row._replace(other=other[:args.max_length - len(row.prompt)]))
         n_cut += drawn[-1].other != other
-    print(f"{n_cut} of {len(rows)} other answers, for z, are cut to --max_length")
+    if n_cut:
+        print(f"{n_cut} of {len(rows)} other answers, for z, are cut to --max_length")
     return drawn
 
 
@@ -884,7 +892,7 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Args, description=__doc__, use_underscores=True))
     except (BadInput, KeyboardInterrupt) as error:
-        print("kto.py:", error, file=sys.stderr)
+        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)
     except torch.OutOfMemoryError as error:
         error.add_note("lower --tokens_per_forward or add --gradient_checkpointing")

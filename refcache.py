@@ -626,6 +626,7 @@ AttentionMaskInterface.register(SHARED, AttentionMaskInterface()["sdpa"])
 # ---- Whether completions may share their prompt: tested once per model
 
 TESTED = WeakSet()  # models whose attention enable_shared_prompts has chosen
+tell = cache(print)  # what is true of policy and reference is printed once
 
 
 def enable_shared_prompts(model) -> bool:
@@ -656,7 +657,7 @@ def enable_shared_prompts(model) -> bool:
         check_exact(core, lay_out_padded)
         result = f"padded rows: {str(cause)[:200]}"
 
-    print(f"{type(core).__name__.removeprefix('FSDP')}: {result}")
+    tell(f"{type(core).__name__.removeprefix('FSDP')}: {result}")
     TESTED.add(core)
     return has_shared_prompts(core)
 

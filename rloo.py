@@ -92,6 +92,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 MAY_CHANGE = {  # flags that may differ when a run is resumed
     "out", "ref", "wandb", "tokens_per_forward", "rollout_tokens", "gradient_checkpointing", "save_every",
     "eval_every", "chat_template_kwargs"}
+ROLES = {"system", "developer", "user", "assistant", "tool", "function", "ipython"}  # of messages
 
 
 @dataclass
@@ -499,7 +500,7 @@ def report(out: Path) -> list[dict]:
 def resolve(args: Args) -> Args:
     """A copy of the flags in which nothing is left to be chosen. Refuses flags that no run can have."""
     args = replace(args)
-    if not (args.model or args.data):
+    if not (args.model or args.data) and (HERE / "demo").exists():
         torch.set_num_threads(1)  # the demo's tiny model gains nothing from more
         unset = {flag: value for flag, value in DEMO.items() if vars(args)[flag] in (None, ())}
         args = replace(args, **unset)
@@ -513,7 +514,7 @@ def resolve(args: Args) -> Args:
     args.model, args.ref_model = absolute(args.model), absolute(args.ref_model)
     for file in (args.data, args.eval_data):
         if file and not Path(file).is_file():
-            raise BadInput(f"{file} is no file: tools/prepare.py makes one of other data")
+            raise BadInput(f"{file} is no file: give a .jsonl file, such as tools/prepare.py writes")
 
     # A finished run is never changed. A kill at its end may have left a checkpoint.
     default = "out/rloo" if args.steps else "out/samples"
@@ -736,7 +737,8 @@ def load_rewards(args: Args) -> list[tuple]:
 
         names_in_file = vars(load(file))
         if not callable(names_in_file.get(name)):
-            others = [other for other, value in names_in_file.items() if inspect.isfunction(value)]
+            others = [other for other, value in names_in_file.items()
+                      if inspect.isfunction(value) and value.__module__ == names_in_file["__name__"]]
             raise BadInput(f"{file} has no function {name!r}: it has {', '.join(others)}")
         names.append(spec if name in names else name)  # each has a metric of its own
         functions.append(names_in_file[name])
@@ -865,10 +867,12 @@ def read_rows(file: str, names: tuple[str, ...]) -> list[dict]:
                 row = json.loads(line)
                 kinds = {name: kind_of(row.get(name)) for name in names}
             except (ValueError, AttributeError):  # no JSON, or no object
-                raise BadInput(f"{file}, line {number} is not a row of JSON: {line.strip()[:50]!r}") from None
+                raise BadInput(f"{file}, line {number} is not a row of JSON, {line.strip()[:50]!r}: "
+                               "tools/prepare.py reads other formats") from None
             if set(kinds.values()) not in ({"a string"}, {"messages"}):
                 found = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
-                raise BadInput(f"{file}, line {number}: {found}: tools/prepare.py makes plain rows")
+                raise BadInput(f"{file}, line {number}: {found}; the columns are {', '.join(row)}: "
+                               "tools/prepare.py makes plain rows")
             rows.append(row)
 
     if not rows:
@@ -880,11 +884,14 @@ def kind_of(text) -> str:
     """What a column holds: a string, messages, or something else, which is shown."""
     if isinstance(text, str):
         return "a string"
+    if text is None:
+        return "missing"
     try:
         texts = [message["role"] + (message.get("content") or "") for message in text]
+        is_messages = all(message["role"] in ROLES for message in text)
     except (TypeError, KeyError, AttributeError):
-        texts = []
-    return "messages" if texts else f"{text!r:.60}"
+        is_messages = False
+    return "messages" if is_messages and texts else f"{text!r:.60}"
 
 
 def render(row: dict, tokenizer, args: Args, counts: Counter) -> str | None:
@@ -1150,7 +1157,7 @@ if __name__ == "__main__":
     except SystemExit as error:  # it would look like success
         raise RuntimeError("a reward has ended the process") from error
     except (BadInput, KeyboardInterrupt) as error:
-        print("rloo.py:", error, file=sys.stderr)
+        print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)
     except torch.OutOfMemoryError as error:
         error.add_note("lower --tokens_per_forward or --rollout_tokens, or add --gradient_checkpointing")

@@ -15,7 +15,8 @@ import pytest
 import torch
 from models import build, parametrize
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import dpo
 import kto
@@ -35,6 +36,8 @@ LORA = dict(lora_r=4, lora_alpha=32.0, lr=2e-2)  # a few steps change the model 
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 BOTH = parametrize("script", ["dpo", "kto"])
 EACH = parametrize("script", SCRIPTS)
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" \
+        "{% if add_generation_prompt %}<assistant>{% endif %}"  # a chat template
 SPEED = {"seconds", "tokens_per_second", "memory_gb"}  # metrics of the machine
 
 
@@ -149,8 +152,27 @@ def distance(one, two):
 
 
 def read(path):
-    """The lines of a .jsonl file."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    """The lines of a .jsonl file. U+2028, at which str.splitlines would split, may be in one."""
+    return [json.loads(line) for line in Path(path).read_text().split("\n") if line]
+
+
+def said(text, role="assistant", **keys):
+    """A list of one message."""
+    return [dict(role=role, content=text, **keys)]
+
+
+def byte_level(template=None, front=(), back=(), **options):
+    """A tokenizer with one token per byte. It puts special tokens before and after every text."""
+    special = ["<s>", "</s>", "<en>"]
+    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(special)
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*front, "$A", *back], special_tokens=list(zip(special, range(3))))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template, **options)
 
 
 def load(folder=None, script=dpo, trains=False, **flags):

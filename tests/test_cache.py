@@ -66,19 +66,6 @@ def test_holds_the_log_probs_of_every_completion(whole):
     assert (Q + (44,), (2,)) not in whole  # the boundary is part of the key
 
 
-def test_unwritable_path_is_refused_after_one_forward(tmp_path):
-    (tmp_path / "file").touch()
-    forwards = []
-    with pytest.raises(OSError):
-        ReferenceCache(**HEADER).fill(watched(forwards), GROUPS, 30, path=tmp_path / "file/cache.pkl")
-    assert len(forwards) == 1
-
-
-def test_only_the_first_process_writes_the_file(path, monkeypatch):
-    monkeypatch.setattr(refcache, "is_first_process", lambda: False)
-    assert len(filled(path=path)) == 8 and not path.exists()
-
-
 def test_prompt_of_several_groups_is_encoded_once_and_nothing_is_padded():
     """The answers keep their order: the policy's forward has the same row then, and rounds alike."""
     rows = []
@@ -135,16 +122,6 @@ def test_a_cache_without_a_header_takes_no_file(path, whole):
         ReferenceCache().load(path)
 
 
-@parametrize("seconds, saves", [(1, [1, 6, 8]), (3, [1, 8])])
-def test_a_save_waits_20_times_as_long_as_the_last_one_took(seconds, saves, monkeypatch):
-    forwards, found = [], []
-    clock = SimpleNamespace(monotonic=lambda: 5 * len(forwards) + seconds * len(found))
-    monkeypatch.setattr(refcache, "time", clock)
-    monkeypatch.setattr(ReferenceCache, "save", lambda *_: found.append(len(forwards)))
-    ReferenceCache().fill(watched(forwards), [(Q, [(i, 2)]) for i in range(8)], 5, path="a file")
-    assert found == saves
-
-
 def test_dropout_is_off(whole):
     cache = ReferenceCache()
     cache.compute(make("llama", attention_dropout=0.5).train(), GROUPS, 30)
@@ -161,18 +138,10 @@ def test_two_jobs_share_a_file(path, whole):
         assert set(loaded(path)) == set(job)
     assert set(one) == set(whole) | {(Q, (5,))}
     assert np.array_equal(loaded(path)[Q, (44, 2)], first)  # the job that saved first decides
-    assert equal(two, one)  # a resumed run will read these numbers
-
-
-def test_a_link_to_a_file_stays_a_link(path, whole):
-    target = path.with_name("target.pkl")
-    path.symlink_to(target)
-    whole.save(path)
-    assert path.is_symlink() and equal(loaded(target), whole)
 
 
 @parametrize("name", HEADER)
-def test_file_of_another_run_is_refused(path, whole, name):
+def test_file_of_another_run_is_refused_and_stays(path, whole, name):
     ReferenceCache(**HEADER | {name: "THEIRS"}).save(path)
     old = path.read_bytes()
     for use in (loaded, whole.save):
@@ -186,12 +155,6 @@ def test_cache_of_another_model_is_refused_by_its_name(path):
     ReferenceCache(name="a copy", reference="abc").load(path)
     with bad_input("it was made with name 'Qwen/A', not 'Qwen/B'"):
         ReferenceCache(name="Qwen/B", reference="def").load(path)
-
-
-def test_another_file_is_no_cache_file(path):
-    path.write_bytes(b'{"prompt": "a"}\n')
-    with bad_input("is no cache file: name another$"):  # nobody is told to delete it
-        loaded(path)
 
 
 def test_a_cache_that_another_process_has_locked_is_waited_for(path, whole, capsys, monkeypatch):
@@ -208,7 +171,7 @@ def test_a_cache_that_another_process_has_locked_is_waited_for(path, whole, caps
 def assert_refused(path, content):
     path.write_bytes(content)
     cache = ReferenceCache(**HEADER)
-    with bad_input("delete it|no cache file"):
+    with bad_input("delete it" if b'"sha256"' in content.split(b"\n")[0] else "is no cache file: name another$"):
         cache.load(path)
     assert not cache.table
 
@@ -236,7 +199,7 @@ def test_damaged_file_is_refused(path, whole):
     whole.save(path)
     data = path.read_bytes()
     draw = random.Random(0)
-    for n in range(0, len(data), 33):
+    for n in range(0, len(data), 33):  # who named another file is not told to delete it
         assert_refused(path, data[:n])
     for _ in range(99):
         at = draw.randrange(len(data))
@@ -283,3 +246,18 @@ def test_checkpoint_without_weights_has_no_digest(tmp_path):
         with bad_input(f"{file} is not a whole safetensors file: download it again .*{words}"):
             checkpoint_digest(tmp_path)
         file.write_text("version https://git-lfs.github.com/spec/v1")
+
+
+def test_only_the_first_process_writes_the_file(path, monkeypatch):
+    monkeypatch.setattr(refcache, "is_first_process", lambda: False)
+    assert len(filled(path=path)) == 8 and not path.exists()
+
+
+@parametrize("seconds, saves", [(1, [1, 6, 8]), (3, [1, 8])])
+def test_a_save_waits_20_times_as_long_as_the_last_one_took(seconds, saves, monkeypatch):
+    forwards, found = [], []
+    clock = SimpleNamespace(monotonic=lambda: 5 * len(forwards) + seconds * len(found))
+    monkeypatch.setattr(refcache, "time", clock)
+    monkeypatch.setattr(ReferenceCache, "save", lambda *_: found.append(len(forwards)))
+    ReferenceCache().fill(watched(forwards), [(Q, [(i, 2)]) for i in range(8)], 5, path="a file")
+    assert found == saves

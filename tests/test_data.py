@@ -7,29 +7,19 @@ import re
 
 import pytest
 from models import bad_input, build, parametrize
-from runs import EACH, SCRIPTS, TINY, TOKENIZER, arguments, data, save, tiny
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from runs import EACH, PLAIN, SCRIPTS, TINY, TOKENIZER, arguments, byte_level, data, said, save, tiny
 
 import dpo
 import kto
 import rloo
 
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" \
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
 ENDS = PLAIN.replace("m.content }}", "m.content }}</s>")
 NAMES = "{{ tools }}{{ loud }}" + PLAIN.replace("m.content", "m.content }}{{ m.tool_calls")
 THINKS = "{{ bos_token }}" + PLAIN.replace("m.content", "m.content.split('</think>')[-1]").replace(
     "<assistant>", "<assistant><think>")  # where no answer follows
 COUNTS = "{{ messages | length if messages[0].role == 'system' }}" + PLAIN  # another prompt where an answer follows
 STRICT = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + PLAIN
-
-
-def said(text, role="assistant", **more):
-    return [dict(role=role, content=text, **more)]
-
-
-Q, B = said("q", "user"), said("b")
+Q, A, B = said("q", "user"), said("a"), said("b")
 
 
 def text(columns):
@@ -38,8 +28,8 @@ def text(columns):
     return dict(prompt=prompt, chosen=chosen, rejected=rejected, completion=chosen, label=True)
 
 
-def chat(prompt=Q, chosen="a", rejected=B, **columns):
-    return dict(prompt=prompt, chosen=said(chosen), rejected=rejected, completion=said(chosen), label=True, **columns)
+def chat(prompt=Q, chosen=A, rejected=B, **columns):
+    return dict(prompt=prompt, chosen=chosen, rejected=rejected, completion=chosen, label=True, **columns)
 
 
 TEXT = text("The tea| was warm.| was bad.")
@@ -47,22 +37,6 @@ BRIEF = said("Be brief.", "system") + Q
 LONG = said("W?", "user") + said("<think>Hm.</think>Warm.") + said("And s?", "user")
 CALLING = chat(rejected=said("b", tool_calls=[dict(function=dict(name="f", arguments={}))]))
 TOOLS = dict(tools=[dict(name="f")])
-
-
-def byte_level(template=None, front=(), back=(), **options):
-    """One token per byte, and special tokens before and after every text."""
-    special = ["<s>", "</s>", "<en>"]
-    tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(special)
-    backend.post_processor = processors.TemplateProcessing(
-        single=[*front, "$A", *back], special_tokens=list(zip(special, range(3))))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template, **options)
-
-
 BYTES, BEGINS = byte_level(), byte_level(front=["<s>", "<en>"])
 
 
@@ -80,17 +54,14 @@ def load(tmp_path):
 
 @parametrize("tokenizer, row, texts", [
     (BYTES, TEXT, "The tea| was warm.</s>| was bad.</s>"),
-    (byte_level(back=["</s>"]), TEXT, "The tea| was warm.</s>| was bad.</s>"),
-    (ByT5Tokenizer(), TEXT, "The tea| was warm.</s>| was bad.</s>"),
     (BEGINS, text("q|a|b"), "<s><en>q|a</s>|b</s>"),
     (BEGINS, text("<s><en>q|a|b"), "<s><en>q|a</s>|b</s>"),
     (BYTES, text("q|a</s>|b<en> \n"), "q|a</s>|b<en> \n"),  # any special token ends an answer, also before white space
     (byte_level(PLAIN), chat(BRIEF), "<system>Be brief.<user>q<assistant>|a|b"),
     (byte_level(PLAIN, front=["<s>"]), chat(), "<user>q<assistant>|a|b"),  # a template alone writes BOS
-    (byte_level(NAMES), chat(tools=[]), "None7<user>q<assistant>|a|b"),
-    (byte_level(NAMES), chat(tools=None, chat_template_kwargs=None), "None7<user>q<assistant>|a|b"),
+    (byte_level(NAMES), chat(tools=[], chat_template_kwargs=None), "None7<user>q<assistant>|a|b"),
     (byte_level(NAMES), chat(chat_template_kwargs=dict(loud=8), **TOOLS), "[{'name': 'f'}]8<user>q<assistant>|a|b"),
-    (byte_level(THINKS, ["<s>"]), chat(LONG, "Warm.", B), "<s><user>W?<assistant>Warm.<user>And s?<assistant>|Warm.|b"),
+    (byte_level(THINKS, ["<s>"]), chat(LONG), "<s><user>W?<assistant>Warm.<user>And s?<assistant>|a|b"),
     (byte_level(COUNTS), chat(), "<user>q<assistant>|a|b")])
 def test_token_ids_are_those_of_the_text(load, tokenizer, row, texts):
     """These tokenizers have a token for each byte, and special tokens."""
@@ -148,14 +119,6 @@ def test_labels_rewards_and_columns_of_rloo(load):
     assert [row.columns for row in load(rows, script=rloo)] == [rows[0] | dict(answer=None), rows[1]]
 
 
-def test_byte_order_mark_and_line_ends_of_a_file_are_no_text(tmp_path):
-    """U+2028 does not end a line."""
-    path = tmp_path / "rows.jsonl"
-    lines = [json.dumps(text(f"Tea\u2028{n}|a|b"), ensure_ascii=False) for n in range(2)]
-    path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(lines).encode())
-    assert [row["prompt"] for row in dpo.read_rows(path, ("chosen",))] == ["Tea\u20280", "Tea\u20281"]
-
-
 # --- What is counted, dropped or refused
 
 LEFT_OUT = "of which the template leaves out text or tools"
@@ -164,17 +127,17 @@ LEFT_OUT = "of which the template leaves out text or tools"
 @parametrize("tokenizer, row, note", [
     (TOKENIZER, TEXT, "strings, to which the chat template is not applied"),
     (BYTES, TEXT, "with </s> added"), (BYTES, text("q|a</s>|b"), "with </s> added"), (BYTES, text("q|a</s>|b<en>"), ""),
-    (byte_level(PLAIN.replace("m.content", "m.content | trim")), chat(said(" q ", "user"), "a\n"), ""),
+    (byte_level(PLAIN.replace("m.content", "m.content | trim")), chat(said(" q ", "user"), said("a\n")), ""),
     (byte_level(PLAIN.replace("messages", "messages if m.role != 'system'")), chat(BRIEF), LEFT_OUT),
     (byte_level(PLAIN), chat(**TOOLS), LEFT_OUT), (byte_level(NAMES), chat(**TOOLS), ""),
     (byte_level(PLAIN), CALLING, LEFT_OUT), (byte_level(NAMES), CALLING, ""),
-    (byte_level(THINKS), chat(chosen="<think>Hm.</think>a"), LEFT_OUT),
+    (byte_level(THINKS), chat(chosen=said("<think>Hm.</think>a")), LEFT_OUT),
     (byte_level(THINKS), chat(LONG), ""),  # an old thought
     (byte_level(COUNTS), chat(BRIEF), "dropped: the template writes another prompt where an answer follows"),
     (byte_level(STRICT), chat(BRIEF), "dropped: the template says no system"),
     (BYTES, text("q|b</s>|b"), "dropped: equal answers"), (BYTES, text("|a|b"), "dropped: equal answers"),
     (BYTES, text("q||b"), "dropped: an answer without text"), (BYTES, text("q|a|</s>"), "dropped: an answer without"),
-    (byte_level(ENDS), chat(chosen=""), "dropped: an answer without text")])
+    (byte_level(ENDS), chat(chosen=said("")), "dropped: an answer without text")])
 def test_what_becomes_of_a_row_is_counted_and_told(load, capsys, tokenizer, row, note):
     other = chat() if tokenizer.chat_template else text("q|a</s>|b</s>")
     n_left = 3 if note.startswith("dropped") else 5
@@ -207,15 +170,15 @@ def test_long_rows_are_dropped_and_the_limit_is_named(load, capsys, script, n_to
 
 
 @parametrize("script, bad, words", [
-    (dpo, dict(question="q"), "prompt is None, chosen is None, rejected is None: tools/prepare.py makes plain rows"),
-    (kto, dict(prompt="q"), "prompt is a string, completion is None"), (rloo, dict(prompt=5), "prompt is 5"),
+    (dpo, dict(question="q"), "prompt is missing, .*, rejected is missing; the columns are question: tools/prepare.py makes"),
+    (rloo, dict(prompt=said("q", "human")), r"prompt is \[{'role': 'human'"),
+    (kto, dict(prompt="q"), "prompt is a string, completion is missing"), (rloo, dict(prompt=5), "prompt is 5"),
     (dpo, TEXT | dict(chosen=B), "prompt is a string, chosen is messages, rejected is a string"),
-    (dpo, TEXT | dict(chosen=[{"from": "gpt"}]), r".*chosen is \[{'from': 'gpt'}\]"),
     (dpo, chat([]), r"prompt is \[\]"), (dpo, chat(said([dict(type="text", text="q")])), r"prompt is \[{'role'"),
     (dpo, "hello", "'hello"), (dpo, "5", "'5"),
     (kto, TEXT | dict(label="true"), "'true': expected true or"), (kto, TEXT | dict(label=None), "None: expected")])
 def test_other_rows_are_refused_in_a_sentence(load, script, bad, words):
-    with bad_input(f"rows.jsonl(, line 3: |, line 3 is not a row of JSON: |: a label is ){words}"):
+    with bad_input(f"rows.jsonl(, line 3: |, line 3 is not a row of JSON, |: a label is ){words}"):
         load([TEXT, "", bad, TEXT], script=script)
     with bad_input("rows.jsonl is empty"):
         load(["", " "], script=script)

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import refcache
 from refcache import (
     SHARED, completion_logprobs, context_length, divide_batches, enable_shared_prompts, has_shared_prompts,
-    mask_of_samples, micro_batches, one_kernel_serves, sum_tokens)
+    one_kernel_serves)
 
 
 def assert_close(one, two):
@@ -56,8 +56,7 @@ def test_size_of_the_head_chunks_changes_memory_only(name, monkeypatch):
     assert_exact(make(name), temperature=0.6)  # which divides the logits
 
 
-@parametrize("name, place", [
-    ("llama", "target_modules"), ("gemma2-softcaps", "target_modules"), ("llama", "modules_to_save")])
+@parametrize("name, place", [("gemma2-softcaps", "target_modules"), ("llama", "modules_to_save")])
 def test_adapters_of_the_head_are_exact(name, place):
     peft = pytest.importorskip("peft")
     config = dict(task_type="CAUSAL_LM", r=4, target_modules=["v_proj"]) | {place: ["lm_head"]}
@@ -78,10 +77,9 @@ def test_a_decoder_that_transformers_does_not_find_is_found(monkeypatch):
     assert_exact(build("modernbert-decoder", dict(SMALL, local_attention=8)))
 
 
-@parametrize("name, at_once, rows", [("llama", 28, [28]), ("gemma2-softcaps", 27, [27, 1])])
-def test_head_sees_completion_tokens_in_chunks(name, at_once, rows, monkeypatch):
-    model = ready(name)
-    seen, saved_widths = [], set()
+@parametrize("at_once, rows", [(28, [28]), (27, [27, 1])])
+def test_head_sees_completion_tokens_in_chunks(at_once, rows, monkeypatch):
+    model, seen, saved_widths = ready("llama"), [], set()
     model.lm_head.register_forward_hook(lambda _, args, out: seen.append(args[0].numel() // 32))
     set_chunks(monkeypatch, at_once)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved_widths.add(x.shape[-1:]) or x, lambda x: x):
@@ -99,19 +97,6 @@ def test_division_by_hand(lengths, budget, is_padded, shares, monkeypatch):
     for rank, share in enumerate(shares):
         monkeypatch.setattr(refcache, "process_rank", lambda rank=rank: rank)
         assert divide_batches(lengths, budget, is_padded) == share
-
-
-@parametrize("rank, n_used", [(0, 1), (1, 0)])
-def test_a_forward_that_only_fsdp_needs_uses_no_group(rank, n_used, monkeypatch):
-    monkeypatch.setattr(refcache, "process_count", lambda: 2)
-    monkeypatch.setattr(refcache, "process_rank", lambda: rank)
-    assert micro_batches(ready("llama"), GROUPS[:1], 100) == [([0], n_used)]
-
-
-def test_groups_of_unequal_size_have_no_sums():
-    assert sum_tokens([[torch.ones(2), torch.ones(3)], [torch.zeros(1), torch.ones(1)]]).tolist() == [[2, 3], [0, 1]]
-    with pytest.raises(RuntimeError, match="equal size"):
-        sum_tokens([[torch.ones(2)], [torch.ones(1), torch.ones(3), torch.ones(1)]])
 
 
 MUST_ANNOUNCE_GROUPS = "enable_gqa" in inspect.signature(refcache.varlen_attn).parameters  # not in torch 2.11
@@ -165,35 +150,12 @@ def test_kernel_with_a_wrong_window_is_not_trusted_in_the_dtype_of_the_weights(d
 
 @parametrize("serves, changes", [
     (True, {}), (True, dict(dtype=torch.float16)), (False, dict(is_cuda=False)), (False, dict(dtype=torch.float32)),
-    (False, dict(shape=[264])), (False, dict(shape=[20]))])
-def test_kernel_serves_what_flash_attention_can(serves, changes):
-    query = SimpleNamespace(**dict(is_cuda=True, dtype=torch.bfloat16, shape=[64]) | changes)
+    (False, dict(shape=[264])), (False, dict(shape=[20])), (False, dict(device=(7, 5)))])
+def test_kernel_serves_what_flash_attention_can(serves, changes, monkeypatch):
+    """The device is an Ampere, whose capability is (8, 0), or an older one."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: device)
+    query = SimpleNamespace(**dict(is_cuda=True, device=(8, 0), dtype=torch.bfloat16, shape=[64]) | changes)
     assert one_kernel_serves(query, query) == serves
-
-
-# --- Samples
-
-@torch.no_grad()
-@parametrize("name", ["llama", "gpt2", "granite-logits-scaling"])  # the last one scales its scores by 1
-def test_samples_in_one_row_equal_rows_of_their_own(name):
-    model = ready(name)
-    sees = torch.cat([torch.ones(3, len(P)), torch.eye(3)], dim=1).bool()[None, None]  # (1, 1, S, columns)
-    mask = mask_of_samples(sees)
-    inputs = dict(position_ids=torch.full((1, 3), len(P)), past_key_values=model(torch.tensor([P])).past_key_values)
-    found = model(torch.tensor([[60, 12, 33]]), attention_mask=sees, sample_mask=mask, **inputs).logits[0]
-    truth = model(torch.tensor([[*P, 60], [*P, 12], [*P, 33]])).logits[:, -1]
-    assert (found - truth).abs().max() < 1e-4
-    assert mask.cache_info()[:2] == (1, 1), "the first layer makes it, the second uses it"
-
-
-def test_heads_share_the_keys_of_one_query(monkeypatch):
-    """transformers 5.17 would copy the keys to each head."""
-    query, (key, value) = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 2, 5, 8)
-    mask = torch.arange(5) < torch.tensor([5, 3])[:, None, None, None]
-    monkeypatch.setattr(refcache, "sdpa", None)
-    found, _ = refcache.shared_prompt_attention(None, query, key, value, mask, scaling=0.3)
-    truth = F.scaled_dot_product_attention(query, key, value, mask, scale=0.3, enable_gqa=True)
-    assert (found - truth.transpose(1, 2)).abs().max() < 1e-6
 
 
 # --- Attention that is not the model's own
@@ -210,21 +172,29 @@ def without_window(shared, *args, sliding_window=None, **kwargs):
     return shared(*args, **kwargs)
 
 
-@parametrize("attention, window, words", [
-    (slightly_off, None, "other tokens change log-probs"), (without_spans_in_a_layer, None, "not all layers"),
-    (without_window, 80, "not all layers")])
-def test_wrong_attention_gets_padded_rows(attention, window, words, monkeypatch, capsys):
+def with_keyword(keyword):
+    return lambda shared, *args, **kwargs: shared(*args, **kwargs, **{keyword: torch.ones(1)})
+
+
+@parametrize("attention, words", [
+    (slightly_off, "other tokens change log-probs"), (without_spans_in_a_layer, "not all layers"),
+    (without_window, "not all layers"),
+    *((with_keyword(keyword), "softcapped scores") for keyword in ("softcap", "s_aux", "position_bias"))])
+def test_wrong_attention_gets_padded_rows(attention, words, monkeypatch, capsys):
     """The window is longer than the rows of the test."""
     use_attention(monkeypatch, attention)
+    window = 80 if attention is without_window else None
     assert not enable_shared_prompts(build("mistral", dict(SMALL, sliding_window=window)))
     assert words in capsys.readouterr().out
 
 
-@parametrize("keyword", ["softcap", "s_aux", "position_bias"])
-def test_other_scores_get_padded_rows(monkeypatch, capsys, keyword):
-    use_attention(monkeypatch, lambda shared, *args, **kwargs: shared(*args, **kwargs, **{keyword: torch.ones(1)}))
-    assert not enable_shared_prompts(make("llama"))
-    assert "softcapped scores" in capsys.readouterr().out
+def test_models_that_are_never_exact_are_refused():
+    with bad_input("causal"):
+        enable_shared_prompts(build("bert", dict(SMALL, is_decoder=False)))
+    model = make("llama")
+    model.lm_head.weight.data.fill_(float("nan"))
+    with bad_input("not supported.*NaN"):
+        completion_logprobs(model, GROUPS)
 
 
 def test_mask_of_longer_rows_is_refused(monkeypatch):
@@ -234,18 +204,6 @@ def test_mask_of_longer_rows_is_refused(monkeypatch):
     assert enable_shared_prompts(model)  # the rows of the test are shorter
     with bad_input("masks more than the future"):
         completion_logprobs(model, [(P * 20, GROUPS[0][1])])
-
-
-def test_model_whose_logits_are_nan_is_refused():
-    model = make("llama")
-    model.lm_head.weight.data.fill_(float("nan"))
-    with bad_input("not supported.*NaN"):
-        completion_logprobs(model, GROUPS)
-
-
-def test_bidirectional_model_is_refused():
-    with bad_input("causal"):
-        enable_shared_prompts(build("bert", dict(SMALL, is_decoder=False)))
 
 
 @parametrize("prompt, completions, words", [

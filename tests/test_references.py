@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from models import GROUPS, MODELS, ROUNDING, bad_input, build, flat, logps, parametrize, slow_but
 from runs import LORA, SCRIPTS, TOKENIZER, load, needs_peft, run, same, tiny
-from torch.distributed.tensor import DTensor
 
 import kto
 from refcache import ReferenceCache, Swap, completion_logprobs, count_tokens, log_ratios, reference_logprobs
@@ -44,14 +43,6 @@ def test_bfloat16_policy_rounds_like_its_reference(name, tmp_path):
         assert ratios.dtype == torch.float32 and not ratios.any()
     ratios.sum().backward()
     assert {weight.grad.dtype for weight in policy.parameters() if weight.grad is not None} == {torch.float32}
-
-
-@needs_peft
-def test_frozen_base_of_an_adapter_is_not_copied():
-    policy = load(trains=True, dtype="bfloat16", lora_r=4)
-    for name, weight in policy.named_parameters():
-        assert isinstance(weight, DTensor) == weight.requires_grad == ("lora_" in name)
-        assert weight.dtype == (torch.float32 if weight.requires_grad else torch.bfloat16)
 
 
 def test_a_reference_with_another_tokenizer_is_refused(tmp_path):

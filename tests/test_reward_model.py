@@ -1,28 +1,23 @@
 """demo/reward_model.py against transformers' own score: one forward per text, without padding."""
 import os
 from copy import deepcopy
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 from models import MODELS, SMALL, parametrize
+from runs import ROOT, said
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from demo.reward_model import load, score
 
-ROOT = Path(__file__).parent.parent
 CLASSIFIER = AutoModelForSequenceClassification
-QUESTION = [{"role": "user", "content": "Soup?"}]
+QUESTION = said("Soup?", "user")
 TEMPLATE = """{{ bos_token }}{{ mood }}{{ tools[0].name if tools is not none }}
 {%- for message in messages %}<|{{ message.role }}|>{{ message.content | trim }}<|end|>{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""  # it changes answers: it removes white space
 BERT = {"bert": ("bert", SMALL)}  # its attention sees padding, unless that is masked
-
-
-def answer(text):
-    return [{"role": "assistant", "content": text}]
 
 
 def make(folder, name="llama", auto=CLASSIFIER, around=None, eos="<|end|>", **changes):
@@ -63,7 +58,7 @@ def check(folder, *cases, **columns):
     assert (inputs, columns) == before
 
 
-@parametrize("name", ["llama", "qwen3", "gpt2", "bert", "bloom-alibi"])
+@parametrize("name", ["llama", "gpt2", "bert"])
 @parametrize("pad", [0, 3, None])  # 3 is also EOS
 def test_score_equals_one_forward_per_text(name, pad, tmp_path):
     """Strings and messages of many lengths."""
@@ -71,38 +66,24 @@ def test_score_equals_one_forward_per_text(name, pad, tmp_path):
     for n in range(11):
         text = "tea" * (n * 7 % 11 + 1)
         cases.append(("Soup?", text, True, f"Soup?{text}<|end|>"))
-        cases.append((QUESTION, answer(text), True, f"<|user|>Soup?<|end|><|assistant|>{text}<|end|>"))
+        cases.append((QUESTION, said(text), True, f"<|user|>Soup?<|end|><|assistant|>{text}<|end|>"))
     check(make(tmp_path, name, pad_token_id=pad), *cases)
-
-
-def test_rows_of_similar_length_share_a_forward(tmp_path):
-    folder = make(tmp_path)
-    shapes = []
-    model = load(folder)[1]
-    model.register_forward_pre_hook(lambda module, inputs: shapes.append(tuple(inputs[0].shape)))
-    scores(folder, ["Soup?"] * 16, [" tea", " tea" * 50] * 8, [False] * 16)
-    assert len(shapes) == 2
-    assert shapes[0][0] == shapes[1][0] == 8 and shapes[0][1] > 40 > 10 > shapes[1][1]
 
 
 def test_tools_and_template_options_of_a_row_reach_the_template(tmp_path):
     text = "<|user|>Soup?<|end|><|assistant|>Good.<|end|>"
-    inputs = QUESTION, answer("Good."), True
+    inputs = QUESTION, said("Good."), True
     check(make(tmp_path), (*inputs, text), (*inputs, f"look{text}"), (*inputs, f"kind{text}"),
           tools=[None, [dict(name="look")], []], chat_template_kwargs=[None, {}, dict(mood="kind")], place=[4, 5, 6])
 
 
-def test_sample_that_was_cut_off_has_no_end_and_is_not_changed(tmp_path):
+def test_cut_off_sample_has_no_end_and_begun_answer_is_continued(tmp_path):
+    begun = QUESTION + said("The")
     check(make(tmp_path),
           ("Soup?", " Good ", False, "Soup? Good "),
-          (QUESTION, answer(" Good "), False, "<|user|>Soup?<|end|><|assistant|> Good "))
-
-
-def test_begun_answer_is_continued(tmp_path):
-    prompt = QUESTION + answer("The")
-    check(make(tmp_path),
-          (prompt, answer(" tea."), True, "<|user|>Soup?<|end|><|assistant|>The tea.<|end|>"),
-          (prompt, answer(" tea "), False, "<|user|>Soup?<|end|><|assistant|>The tea "))
+          (QUESTION, said(" Good "), False, "<|user|>Soup?<|end|><|assistant|> Good "),
+          (begun, said(" tea."), True, "<|user|>Soup?<|end|><|assistant|>The tea.<|end|>"),
+          (begun, said(" tea "), False, "<|user|>Soup?<|end|><|assistant|>The tea "))
 
 
 @parametrize("around", ["<|begin|> $A", "<|begin|> $A <|end|>"])
@@ -114,8 +95,8 @@ def test_bos_and_eos_are_there_once(around, tmp_path):
           ("Soup?", " Good.", False, "<|begin|>Soup? Good."),
           ("<|begin|>Soup?", " Good.", True, "<|begin|>Soup? Good.<|end|>"),
           ("<|begin|>Soup?", " Good.<|end|>", True, "<|begin|>Soup? Good.<|end|>"),
-          (QUESTION, answer("Good."), True, chat_text + "<|end|>"),
-          (QUESTION, answer("Good."), False, chat_text))
+          (QUESTION, said("Good."), True, chat_text + "<|end|>"),
+          (QUESTION, said("Good."), False, chat_text))
 
 
 def test_what_the_tokenizer_does_not_add_or_have_is_not_added(tmp_path):
@@ -134,16 +115,3 @@ def test_other_models_are_refused(tmp_path):
     for folder in (make(tmp_path / "two", num_labels=2), make(tmp_path / "lm", auto=AutoModelForCausalLM)):
         with pytest.raises(ValueError, match=f"{folder} is no classifier with one output, or lacks weights"):
             load(folder)
-
-
-def test_weights_wait_on_the_cpu(tmp_path, monkeypatch):
-    """A forward keeps neither keys and values nor what a gradient needs."""
-    folder = make(tmp_path)
-    model = load(folder)[1]
-    events = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(model, "to", events.append)
-    monkeypatch.setattr(model, "cpu", lambda: events.append("cpu"))
-    model.register_forward_hook(lambda *args: events.append([*args[2], args[2].logits.requires_grad]))
-    scores(folder, ["Soup?"], [" tea"], [True])
-    assert events == ["cuda", ["logits", False], "cpu"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from models import bad_input, parametrize
 from rewards import letter_sum
-from runs import REWARDS, ROOT, TOKENIZER, arguments, data, distance, read, run, tiny, weights_of
+from runs import REWARDS, ROOT, TOKENIZER, arguments, data, distance, read, run, tiny
 from slow_losses import model_with_many_ends
 from slow_samples import BETA, add_logps, batch_of
 from torch import tensor
@@ -107,7 +107,7 @@ def test_rewards_are_weighted_and_none_is_left_out():
 
 
 def test_reward_files_of_one_name_are_two_modules(tmp_path):
-    """Also beside a module that is loaded. A process pool finds a function by the name of its module."""
+    """A process pool finds a function by the name of its module. A loaded module of this name stays."""
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "beside.py").touch()  # a file may import what lies beside it
@@ -148,7 +148,7 @@ CALLED = "it is called with prompts, completions, completion_ids, ended; take **
     ("def f(completions): pass", f"f0: got an unexpected keyword argument 'prompts': {CALLED}"),
     ("def f(answer, **columns): pass", f"f0: missing a required argument: 'answer': {CALLED}"),
     *[(f"f = lambda **_: {value}", f"f0 returned {value}: expected 4 numbers or None") for value in (
-        None, 1.5, [1.0], [0.0] * 8, ["good"] * 4, "'1234'", dict.fromkeys(range(4)), {1, 2, 3, 4})],
+        None, 1.5, [1.0], ["good"] * 4, "'1234'", dict.fromkeys(range(4)), {1, 2, 3, 4})],
     *[(f"from math import *\nf = lambda **_: [1, {value}, None, 2]",
        f"f0 returned [1, {value}, None, 2]: a reward is finite, or None") for value in ("-inf", "nan")]])
 def test_bad_reward_ends_a_run_with_one_sentence(source, words, tmp_path):
@@ -156,9 +156,8 @@ def test_bad_reward_ends_a_run_with_one_sentence(source, words, tmp_path):
         score_file(tmp_path, source)
 
 
-@parametrize("line", ["sys.exit(0)", "def f(**columns): sys.exit(0)"])
-def test_reward_that_ends_the_process_is_no_success(line, tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(f"import sys\n{line}")
+def test_reward_that_ends_the_process_is_no_success(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text("import sys\ndef f(**columns): sys.exit(0)")
     words = ["rloo.py", "--reward", f"{tmp_path}/own.py:f", "--out", f"{tmp_path}/out"]
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(RuntimeError, match="a reward has ended the process"):
@@ -193,15 +192,13 @@ def test_step_without_any_reward_trains_nothing():
         assert "null" in text and "NaN" not in text  # strict JSON
 
 
-@parametrize("changes, words", [
-    (dict(reward=()), "--reward"), (dict(reward_weights=(1.0, 1.0)), "--reward_weights"),
-    (dict(max_new_tokens=256), "the model has 256 positions"),
-    (dict(reward=("nothing.py:f",)), "expected FILE.py:FUNCTION"),
-    (dict(reward=(f"{REWARDS}:letter_sum",)), "letter_sum: missing a required argument")])
-def test_misuse_is_refused_before_the_policy_is_loaded(changes, words, monkeypatch):
+@parametrize("spec, words", [
+    ("nothing.py:f", "expected FILE.py:FUNCTION"),
+    (f"{REWARDS}:letter_sum", "letter_sum: missing a required argument")])
+def test_reward_is_tried_before_the_policy_is_loaded(spec, words, monkeypatch):
     monkeypatch.setattr(rloo, "load_model", None)
     with bad_input(words):
-        main(arguments("rloo", **FLAGS | changes))
+        main(arguments("rloo", reward=(spec,)))
 
 
 # --- Training
@@ -234,8 +231,7 @@ def test_training_equals_a_slow_loop(changes):
     assert any(0 < values["completions/clipped_ratio"] < 1 for values in one.history[1:])
     assert (max(values["clip_ratio"] for values in one.history[1:]) > 0) == (args.updates_per_rollout > 1)
     gaps = torch.cat([(p - one.weights[name]).abs().flatten() for name, p in policy.named_parameters()])
-    # but for a few: where a gradient is 1e-8, Adam makes a whole step of its rounding
-    assert gaps.topk(20).values[-1] < 1e-4
+    assert gaps.topk(20).values[-1] < 1e-4  # where a gradient is 1e-8, Adam makes a whole step of its rounding
 
 
 # --- Samples and files
@@ -249,7 +245,6 @@ def test_files_hold_the_samples_and_metrics_of_the_run():
     for step, values in enumerate(one.history):
         if step:
             expected += lines_of(one.steps[step - 1], rows[4 * step - 4:], step=step, held_out=False)
-            assert values["reward"] == values["rewards/letters"]
         assert ("eval_reward" in values) == (step in evaluations)
         if step in evaluations:
             expected += lines_of(evaluations[step], held_out, step=step, held_out=True)
@@ -258,7 +253,7 @@ def test_files_hold_the_samples_and_metrics_of_the_run():
 
 
 def test_metrics_by_hand():
-    """Equal texts count once."""
+    """Equal texts count once. Only prompts are independent: 1 and 4 are the means of two."""
     mask = tensor([[[1, 1, 1], [1, 0, 0]]] * 2)
     ended = tensor([[True, False], [True, True]])
     samples = Samples(None, [["a", "b"], ["b", ""]], mask, ended, None, entropy=torch.full((2, 2), 3.0))
@@ -269,15 +264,11 @@ def test_metrics_by_hand():
         "completions/mean_length": 2, "completions/clipped_ratio": 0.25, "entropy": 1.5, "kl": 0.25,
         "kl_per_answer": 0.5, "rewards/f": 3})
     assert rloo.metrics(samples, tensor([[2.0]]), {}, logps, logps, Args())["reward_std"] == 0
-
-
-def test_standard_error_by_hand():
-    """Only prompts are independent: 1 and 4 are the means of two."""
     rewards = tensor([[1.0, 1.0], [NAN, 4.0], [NAN, NAN]])
     assert rloo.standard_error(rewards) == pytest.approx(1.5) and math.isnan(rloo.standard_error(rewards[:1]))
 
 
-def test_sampling_logp_difference(monkeypatch):
+def test_sampling_logp_difference_is_of_tokens(monkeypatch):
     def another_sampler(*inputs, **options):
         samples = rollout(*inputs, **options)
         samples.logps[0, 0, 0] += 0.02
@@ -285,17 +276,8 @@ def test_sampling_logp_difference(monkeypatch):
 
     monkeypatch.setattr(rloo, "rollout", another_sampler)
     values = main(arguments("rloo", **FLAGS | dict(steps=1, updates_per_rollout=2)))[1]
-    mean, largest = (values[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max"))
-    assert largest == pytest.approx(0.02, abs=1e-4)
-    assert mean == pytest.approx(0.02 / 16 / values["completions/mean_length"], abs=1e-5)
-
-
-def test_lr_zero_changes_no_weight_and_no_held_out_sample():
-    """Each evaluation uses the same random numbers."""
-    one = rolled(lr=1e-30)
-    assert distance(one, SimpleNamespace(weights=weights_of(MODEL))) == 0
-    lines = [line["completion"] for line in read(one.out / "samples.jsonl") if line["held_out"]]
-    assert lines[:3] == lines[3:] and len(set(lines)) > 1
+    found = [values[f"sampling/sampling_logp_difference/{name}"] for name in ("max", "mean")]
+    assert found == pytest.approx([0.02, 0.02 / 16 / values["completions/mean_length"]], abs=1e-4, rel=0.01)
 
 
 def test_steps_0_samples_and_scores_a_frozen_model(capsys):
@@ -311,7 +293,6 @@ def test_steps_0_samples_and_scores_a_frozen_model(capsys):
     batch = batch_of(samples, rewards, *map(AutoModelForCausalLM.from_pretrained, (MODEL, tiny(1))), 0.8)
     kls = [sum(y.old - y.ref).item() for prompt in batch for y in prompt]
     assert values["eval_kl_per_answer"] == pytest.approx(np.mean(kls), abs=1e-4)
-    assert values["eval_kl"] == pytest.approx(sum(kls) / samples.mask.sum().item(), abs=1e-4)
     mean, error = rewards.mean(), rewards.mean(dim=1).std() / 3**0.5
     assert re.search(rf"\neval_reward +{mean:.3f} ± {error:.3f} [^~]*/silent +- ", capsys.readouterr().out)
     assert values["eval_rewards/silent"] is values["eval_rewards/silent_stderr"] is None
@@ -325,14 +306,11 @@ def test_steps_0_needs_no_reward_and_no_held_out_file():
     assert "kl" not in rolled(beta=0.0).history[2]
 
 
-SENTENCES = {
-    "The rewards of each prompt are equal: nothing is learned": dict(reward=(f"{REWARDS}:constant",)),
-    "No sample has a reward: nothing is learned": dict(reward=(f"{REWARDS}:silent",)),
-    "No sample ends: raise --max_new_tokens or fix the template": dict(max_new_tokens=3, model=tiny())}
-
-
-@parametrize("sentence", SENTENCES)
-def test_what_teaches_nothing_is_said_at_step_1(sentence, capsys):
-    values = main(arguments("rloo", **FLAGS | SENTENCES[sentence]))[1]
+@parametrize("sentence, changes", [
+    ("The rewards of each prompt are equal: nothing is learned", dict(reward=(f"{REWARDS}:constant",))),
+    ("No sample has a reward: nothing is learned", dict(reward=(f"{REWARDS}:silent",))),
+    ("No sample ends: raise --max_new_tokens or fix the template", dict(max_new_tokens=3, model=tiny()))])
+def test_what_teaches_nothing_is_said_at_step_1(sentence, changes, capsys):
+    values = main(arguments("rloo", **FLAGS | dict(steps=1) | changes))[1]
     assert values["frac_reward_zero_std"] == ("learned" in sentence)
-    assert SENTENCES.keys() & capsys.readouterr().out.splitlines() == {sentence}
+    assert re.findall("^(?:The rewards|No sample) .*", capsys.readouterr().out, re.M) == [sentence]

@@ -24,7 +24,7 @@ CACHES = {  # model types whose caches are special
         layer_types=["linear_attention", "full_attention", "linear_attention"]),
     "bamba": dict(SMALL, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8),
 }
-QUICK = {"llama", "gpt2", "mistral-window-5", "gemma3-window-6", "mamba", "minimax", "bamba"}
+QUICK = {"llama", "gpt2", "granite-logits-scaling", "mistral-window-5", "gemma3-window-6", "mamba", "minimax", "bamba"}
 
 
 def model_of(name):

@@ -77,7 +77,7 @@ def test_wrong_input_is_a_sentence_and_a_full_gpu_gets_advice(script, tmp_path, 
     flags += ["--reward", f"{REWARDS}:letters"] if script == "rloo" else []
     assert command_line(script, *flags, "--data", str(file)) == 2
     printed = capsys.readouterr().err
-    assert printed.splitlines()[-1].startswith(f"{script}.py: {file}, line 1: prompt is None")
+    assert printed.splitlines()[-1].startswith(f"{script}.py: {file}, line 1: prompt is missing")
     assert "Traceback" not in printed
 
     monkeypatch.setattr(refcache, "checkpoint_digest", mock.Mock(side_effect=torch.OutOfMemoryError))

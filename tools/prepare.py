@@ -72,7 +72,8 @@ def convert(columns: dict, args: Args) -> dict:
     """The columns of a row under the names above. Edit this function for another format, such as ShareGPT's:
 
     def message(turn):
-        return {"role": {"human": "user", "gpt": "assistant"}[turn["from"]], "content": turn["value"]}
+        roles = {"system": "system", "human": "user", "gpt": "assistant"}
+        return {"role": roles[turn["from"]], "content": turn["value"]}
 
     prompt = [message(turn) for turn in columns["conversations"]]
     return {"prompt": prompt, "chosen": message(columns["chosen"]), "rejected": message(columns["rejected"])}
@@ -99,6 +100,8 @@ def prepare(source: str, args: Args) -> list[tuple[int, dict]]:
             notes[f"dropped: {reason}"].append(number)
         except ValueError as error:
             raise BadInput(f"{source}, row {number}: {error}") from error
+        except (LookupError, TypeError, AttributeError) as error:  # of a convert for another format
+            raise BadInput(f"{source}, row {number}: {error!r}") from error
 
     if not number:
         raise BadInput(f"{source} is empty")
@@ -312,7 +315,7 @@ def describe(rows: list[tuple[int, dict]], args: Args):
     lengths = [max(map(len, ids)) for _, ids in read]
     for name, tokens in zip(("median", "90 %", "99 %", "longest"), np.percentile(lengths, (50, 90, 99, 100))):
         print(f"{tokens:8,.0f} tokens per row ({name})")
-    for limit in (1024, 2048, 4096, 8192, 16384):
+    for limit in sorted({1024, 2048, 4096, 8192, 16384, model.context}):
         n_longer = sum(length > limit for length in lengths)
         if n_longer:
             print(f"{n_longer:8,} rows are longer than {limit:,} tokens")
@@ -337,10 +340,12 @@ class Model:
         full_ids = self.tokenizer("a").input_ids
         self.bos = full_ids[:full_ids.index(plain_ids[0])]  # what the tokenizer puts before a text
 
+        config = AutoConfig.from_pretrained(name)
+        self.context = getattr(config.get_text_config(), "max_position_embeddings", None) or 1024
         try:
             config = GenerationConfig.from_pretrained(name)
         except OSError:  # the model has no generation_config.json
-            config = AutoConfig.from_pretrained(name)
+            pass
         stops = np.ravel(config.eos_token_id).tolist()  # of one token, of several, or of None
         self.stops = tuple(self.tokenizer.decode([token]) for token in stops if token is not None)
 
