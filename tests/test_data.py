@@ -170,7 +170,7 @@ def test_long_rows_are_dropped_and_the_limit_is_named(load, capsys, script, n_to
 
 
 @parametrize("script, bad, words", [
-    (dpo, dict(question="q"), "prompt is missing, .*, rejected is missing; the columns are question: tools/prepare.py makes"),
+    (dpo, dict(question="q"), "prompt is missing, .*, rejected is missing; the columns are question: "),
     (rloo, dict(prompt=said("q", "human")), r"prompt is \[{'role': 'human'"),
     (kto, dict(prompt="q"), "prompt is a string, completion is missing"), (rloo, dict(prompt=5), "prompt is 5"),
     (dpo, TEXT | dict(chosen=B), "prompt is a string, chosen is messages, rejected is a string"),
