@@ -107,7 +107,7 @@ class Args:
     reward: tuple[str, ...] = ()  # FILE.py:FUNCTION; several are summed: rewards.py:right rewards.py:short
     reward_weights: tuple[float, ...] = ()  # one weight per function; empty: all are 1
 
-    ref: Literal["swap", "live"] = "swap"  # the reference's weights: on the CPU, swapped in, or on the GPU
+    ref: Literal["swap", "live"] = "swap"  # reference: its weights wait on the CPU; live: on the GPU, faster
     ref_model: str | None = None  # the reference, with --ref live or --steps 0; None: the first policy
 
     lora_r: int | None = None  # train a LoRA adapter of this rank instead of all weights
