@@ -540,6 +540,7 @@ def read_rows(file: str, names: tuple[str, ...]) -> list[dict]:
             except (ValueError, AttributeError):  # no JSON, or no object
                 raise BadInput(f"{file}, line {number} is not a row of JSON, {line.strip()[:50]!r}: "
                                "tools/prepare.py reads other formats") from None
+
             if set(kinds.values()) not in ({"a string"}, {"messages"}):
                 found = ", ".join(f"{name} is {kind}" for name, kind in kinds.items())
                 raise BadInput(f"{file}, line {number}: {found}; the columns are {', '.join(row)}: "
