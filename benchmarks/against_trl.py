@@ -10,7 +10,7 @@
     python benchmarks/against_trl.py --tiny                                 # does it run?
 
 reference   log-probs of the frozen model. refcache: ReferenceCache.compute. trl: precompute_ref_log_probs of
-            DPOTrainer. trl + cache: the class of docs/trl.md, which also loads the reference
+            DPOTrainer. trl + cache: demo/trl_cache.py, which also loads the reference
 dpo, kto    a step of main() and of DPOTrainer or KTOTrainer; the reference's log-probs are known
 rloo P+T    rollout of T tokens after P, reward, reference and update: a step of main() and of RLOOTrainer
 rloo sums   with --model: RLOO on demo/sums.py, and the reward of held-out sums. `rloo P+T` then has prompts
@@ -410,14 +410,6 @@ def refcache(args: Args, shape: str, work: str, round: int) -> dict:
         reference=sum(passes))
 
 
-def cached_trainer():
-    """The class of docs/trl.md."""
-    block = re.search(r"```python\n(.*?)```", (ROOT / "docs/trl.md").read_text(), re.DOTALL)
-    names = {}
-    exec(block[1], names)
-    return names["CachedDPOTrainer"]
-
-
 def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> dict:
     from datasets import Dataset
     from transformers import TrainerCallback  # imports accelerate, peft and bitsandbytes
@@ -425,6 +417,8 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
     folder = Path(args.folder, shape)
     given = settings(args, shape, work)
     make_config, parent = DPOConfig, DPOTrainer
+    if cached:
+        from trl_cache import CachedDPOTrainer as parent
     if work in ROLLOUTS:
         make_config, parent = RLOOConfig, RLOOTrainer
     elif work == "kto":
@@ -432,7 +426,7 @@ def trl(args: Args, shape: str, work: str, round: int, cached: bool = False) -> 
     tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
     ticks, pass_ticks, held_out = Ticks(), [], []
 
-    class Trainer(cached_trainer() if cached else parent):
+    class Trainer(parent):
         cache_file = f"{folder}/trl-{os.getpid()}.pkl"
 
         def _prepare_dataset(self, dataset, *rest):  # DPO's and KTO's rows are token ids already

@@ -1,15 +1,15 @@
-"""Every benchmark runs with tiny sizes; the programs of docs/trl.md run."""
+"""Every benchmark runs with tiny sizes; the demo/trl_cache.py runs."""
 import json
-import os
 import re
+import runpy
 import subprocess
 import sys
 
 import pytest
 from models import parametrize
 from runs import ROOT, load
-from test_scripts import blocks
 
+import dpo
 from refcache import ReferenceCache
 
 
@@ -84,11 +84,12 @@ def test_plot_prints_the_table_of_runs_and_draws_them(tmp_path):
 
 @pytest.mark.slow
 def test_cache_becomes_columns_and_a_cache_again(tmp_path):
-    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("trl")
+    import datasets
+    names = runpy.run_path(f"{ROOT}/demo/trl_cache.py")
     groups = [((5, 6), [(7, 8), (9,)]), ((5,), [(7,), (8, 9, 10)])]
-    cache, names = ReferenceCache(reference="a"), {}
+    cache = ReferenceCache(reference="a")
     cache.compute(load(), groups)
-    exec(blocks("docs/trl.md")[2], names)
 
     rows = [dict(prompt_ids=x, chosen_ids=w, rejected_ids=l) for x, (w, l) in groups]
     names["add_columns"](datasets.Dataset.from_list(rows), cache).save_to_disk(tmp_path)
@@ -99,9 +100,10 @@ def test_cache_becomes_columns_and_a_cache_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_example_of_trl_page_runs(tmp_path):
+def test_trl_with_a_cache(tmp_path, capsys):
+    """dpo.py finds all log-probs of the training data in its file."""
     pytest.importorskip("trl")
-    (tmp_path / "demo").symlink_to(ROOT / "demo")
-    command = [sys.executable, "-c", "".join(blocks("docs/trl.md")[:2])]
-    subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+    subprocess.run([sys.executable, f"{ROOT}/demo/trl_cache.py"], cwd=tmp_path, check=True)
     assert (tmp_path / "out/trl/checkpoint-10/model.safetensors").exists()
+    dpo.main(dpo.Args(ref_cache=f"{tmp_path}/reference_logprobs.pkl", steps=0, out=f"{tmp_path}/out/dpo"))
+    assert "2000 answers are in the cache, 256 are computed now" in capsys.readouterr().out

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 from rloo import read_rows
-from runs import ROOT, TOKENIZER, read
-from test_scripts import blocks
+from runs import ROOT, TOKENIZER
 
 SUMS = runpy.run_path(str(ROOT / "demo/sums.py"))
 FILES = {"prompts": [], "pairs": ["chosen", "rejected"], "rated": ["completion"]}  # texts beside the prompt
@@ -41,17 +40,3 @@ def test_plain_template_ends_answers_and_keeps_prompts():
         TOKENIZER.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=begins)
         for messages, begins in ((chat[:1], True), (chat, False)))
     assert prompt.endswith("User: 3 + 5?\nAssistant:") and whole == f"{prompt} 8{TOKENIZER.eos_token}\n"
-
-
-def test_recipe_of_reasoning_gym(monkeypatch, tmp_path):
-    pytest.importorskip("reasoning_gym")
-    (tmp_path / "gym_task.py").write_text(blocks("docs/recipes.md")[1])
-    monkeypatch.chdir(tmp_path)
-    runpy.run_path("gym_task.py", run_name="__main__")
-    rows = read("gym.jsonl") + read("gym_test.jsonl")
-    assert len({row["prompt"][0]["content"] for row in rows}) == len(rows) > 150
-
-    score = runpy.run_path("gym_task.py")["score"]
-    entries = [row["entry"] for row in rows]
-    right = [[{"content": f"It is {entry['answer']}"}] for entry in entries]
-    assert set(score(right, entries)) == {1.0} and score([[{"content": "no"}]], entries[:1]) == [0.0]
