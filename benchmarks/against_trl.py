@@ -37,6 +37,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 from statistics import median
@@ -611,7 +612,8 @@ def require_trl():
 
 def versions() -> str:
     device = torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, {device}"
+    trl = f", TRL {version('trl')}" if importlib.util.find_spec("trl") else ""
+    return f"torch {torch.__version__}, transformers {transformers.__version__}{trl}, {device}"
 
 
 def main(args: Args):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from rloo import read_rows
-from runs import ROOT, TOKENIZER
+from runs import ROOT, TOKENIZER, read
 
 SUMS = runpy.run_path(str(ROOT / "demo/sums.py"))
 FILES = {"prompts": [], "pairs": ["chosen", "rejected"], "rated": ["completion"]}  # texts beside the prompt
@@ -40,3 +40,18 @@ def test_plain_template_ends_answers_and_keeps_prompts():
         TOKENIZER.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=begins)
         for messages, begins in ((chat[:1], True), (chat, False)))
     assert prompt.endswith("User: 3 + 5?\nAssistant:") and whole == f"{prompt} 8{TOKENIZER.eos_token}\n"
+
+
+def test_frontier_ranks_samples_and_holds_things_out(tmp_path):
+    frontier = runpy.run_path(str(ROOT / "demo/frontier.py"))
+    frontier["write_prompts"](tmp_path)
+    train, held_out = (read(tmp_path / f"{name}.jsonl") for name in ("prompts", "prompts_test"))
+    assert len(train) == 252 and len(held_out) == 48
+    assert not any("the sea at night" in str(row) for row in train)
+
+    rewards = [[0.1, 0.7, -0.4], [0.5, 0.5, 0.5]]  # the second prompt has no best sample
+    samples = [train[i] | {"completion": str(x), "reward": x} for i in range(2) for x in rewards[i]]
+    frontier["write_pairs"](tmp_path, samples)
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("0.7", "-0.4"))
+    assert read(tmp_path / "pairs.jsonl") == [train[0] | {"chosen": chosen, "rejected": rejected}]
+    assert [row["label"] for row in read(tmp_path / "rated.jsonl")] == [True, False]
