@@ -210,7 +210,10 @@ def run_batch(policy, rows: list[Row], ref_logps, args: Args, train: bool) -> di
     """Mean metrics of a batch. The processes divide its micro-batches. With `train`, adds the gradient."""
     z = estimate_kl(policy, rows, ref_logps, args)
     totals = {}  # (2,) for each metric: the sum over the rows that count, and their number
-    for indices, n_used in micro_batches(policy, groups_of(rows), args.tokens_per_forward):
+    batches = micro_batches(policy, groups_of(rows), args.tokens_per_forward)
+    if not train:
+        batches = progress_bar(batches, desc="held out", unit="forward", delay=1)
+    for indices, n_used in batches:
         with torch.set_grad_enabled(train):
             batch = compute_batch(policy, [rows[i] for i in indices], ref_logps)
             batch = Batch(*(values[:n_used] for values in batch))  # empty if only FSDP needs this forward

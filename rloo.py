@@ -289,7 +289,7 @@ def evaluate(policy, tokenizer, rows: list[Row], reference, functions, step: int
 
     shown = [f"Samples at step {step}, with their rewards:"]
     for row, texts, numbers in zip(rows[:3], samples.texts, rewards.tolist()):
-        shown.append(f"  {tokenizer.decode(row.prompt)[-80:]!r}")  # its end is answered
+        shown.append(f"  {tokenizer.decode(row.prompt)[-100:]!r}")  # its end is answered
         for text, reward in zip(texts[:4], numbers):
             shown.append(f"  {reward:8.3f}  {text[:100]!r}")
     tqdm.write("\n".join(shown))

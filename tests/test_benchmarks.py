@@ -83,6 +83,15 @@ def test_plot_prints_the_table_of_runs_and_draws_them(tmp_path):
 
 
 @pytest.mark.slow
+def test_frontier_prints_its_table_and_draws_it(tmp_path):
+    pytest.importorskip("matplotlib")
+    results = ROOT / "benchmarks/frontier.jsonl"
+    table = start("frontier", "--results", results, "--figure", tmp_path / "f.png", folder="demo")
+    assert (ROOT / "benchmarks/README.md").read_text().count(table) == 1
+    assert (tmp_path / "f.png").exists()
+
+
+@pytest.mark.slow
 def test_cache_becomes_columns_and_a_cache_again(tmp_path):
     pytest.importorskip("trl")
     import datasets

@@ -289,6 +289,11 @@ def test_unreadable_files_are_refused(run, tmp_path, name, content, words):
         run(tmp_path / name)
 
 
+def test_a_model_that_is_not_there_is_refused(run, tmp_path):
+    with refused("nosuch does not exist"):
+        run([PAIR], model=f"{tmp_path}/nosuch")
+
+
 def test_the_folder_of_the_data_is_refused(run, tmp_path):
     with refused("is the folder of --data"):
         run([PAIR], out=str(tmp_path))
@@ -368,7 +373,7 @@ STRINGS = "are strings, to which the chat template is not applied: --chat makes 
     (STRICT, chat(BEGUN), [
         "have a prompt that ends with an answer, which only rloo.py continues",
         "dropped by the scripts: the chat template says Roles must alternate"]),
-    (PLAIN, PAIR, [STRINGS, "have an answer that gets </s>"]),
+    (PLAIN, PAIR, [STRINGS, "have an answer without </s>, which the scripts add"]),
     (PLAIN, dict(PAIR, chosen=" a</s>\n", rejected=" b<en>"), [STRINGS])])
 def test_what_the_template_does_with_a_row_is_counted(look, template, row, expected):
     """Rows that it refuses are told with its words."""

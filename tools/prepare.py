@@ -331,6 +331,8 @@ class Model:
     """What a model reads of a row, as the scripts make texts and tokens of it."""
 
     def __init__(self, name: str, options: dict):
+        if Path(name).parent.is_dir() and "/" in name and not Path(name).exists():  # else the hub is asked
+            raise BadInput(f"--model {name} does not exist")
         self.tokenizer = AutoTokenizer.from_pretrained(name, mistral_format=False)
         truths = {"true": True, "false": False}  # tyro reads only True and False as such
         self.options = {key: truths.get(value, value) for key, value in options.items()}
@@ -394,7 +396,7 @@ class Model:
             if self.tokenizer.chat_template:
                 yield "are strings, to which the chat template is not applied: --chat makes messages of them"
             if any(row["prompt"] + row[name] not in texts for name in ANSWERS if name in row):
-                yield f"have an answer that gets {self.tokenizer.eos_token}"
+                yield f"have an answer without {self.tokenizer.eos_token}, which the scripts add"
         if ids[0][:len(self.bos)] != self.bos:
             yield f"do not begin with {self.tokenizer.decode(self.bos)}, which the template does not write"
         if common_length(*ids) < len(ids[0]):
