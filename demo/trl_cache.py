@@ -1,16 +1,14 @@
 """TRL's DPOTrainer with log-probs of the reference from a ReferenceCache, which many runs share.
 
-    pip install trl==1.16.0 peft datasets
+    pip install trl==1.16.0
     python demo/trl_cache.py             # ten steps on the demo's pairs; again: the reference is not even loaded
 
 TRL has no hook for log-probs of your own (github.com/huggingface/trl/issues/3985). In TRL 1.16 one method fills the two
-columns, so a subclass can fill them. It works in one process, with each loss of TRL that has a reference, but not with
-`ld_alpha` and `truncation_mode="keep_end"`. If a later TRL renames the method, TRL computes the log-probs itself.
+columns, so a subclass can fill them. It works in one process, with each `loss_type`. It does not work with `ld_alpha`,
+`truncation_mode="keep_end"`, `quantization_config`, or an adapter that was trained before: merge that one first.
 
 The reference is the checkpoint at `name_or_path`: save a policy that was changed after loading, or pass `ref_model`.
 `dpo.py --ref_cache FILE` reads the same file. It finds answers of the same token ids, if `--dtype` is the same.
-TRL's own key is a hash of weights and data set. With `max_length`, any other argument scores the data again. With
-`max_length=None` none does, not even `bf16` or `ld_alpha` (benchmarks/trl_precompute.py shows it).
 """
 import sys
 from array import array
@@ -52,8 +50,8 @@ class CachedDPOTrainer(DPOTrainer):
 
 
 # ---- Log-probs as columns of a data set, which can be published ------
-# The data set has prompt_ids, chosen_ids and rejected_ids. TRL 1.16 computes the two sums even if they are there. A
-# subclass whose `_precompute_ref_logps(self, dataset, *_)` returns `dataset` uses them; they need max_length=None.
+# The data set has prompt_ids, chosen_ids and rejected_ids. If the two sums are there, TRL 1.16 fails on them, but
+# a subclass whose `_precompute_ref_logps(self, dataset, *_)` returns `dataset` uses them. They need max_length=None.
 
 def add_columns(dataset, cache: ReferenceCache):
     def columns(row):
