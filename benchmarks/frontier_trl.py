@@ -1,15 +1,13 @@
 """A point of TRL for demo/frontier.py: DPO or RLOO, with the flags that it gives to dpo.py and rloo.py.
 
-    pip install trl==1.16.0 peft datasets vadersentiment
-    python benchmarks/frontier_trl.py rloo --model out/smollm2 --beta 0.05 --seed 0 --out out/trl_rloo
+It needs `pip install trl==1.16.0 vadersentiment`, and reads pairs.jsonl or prompts.jsonl of the folder where it is
+started. demo/frontier.py starts it in its --out.
 """
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 import torch
 import tyro
 from datasets import load_dataset
@@ -30,7 +28,6 @@ class Args:
 
 
 def main(args: Args):
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     common = dict(
         output_dir=args.out, learning_rate=1e-5, lr_scheduler_type="constant", warmup_steps=0, beta=args.beta,
         seed=args.seed, bf16=True, use_cpu=True, gradient_checkpointing=False, dataloader_pin_memory=False,

@@ -1,6 +1,6 @@
 """Reward against KL, the figure of the DPO paper (figure 2, left) in small, on two CPU cores.
 
-    pip install gguf accelerate vadersentiment matplotlib    # and trl==1.16.0 peft datasets for its two points
+    pip install gguf accelerate vadersentiment matplotlib    # and trl==1.16.0 for its two points
     python demo/get_model.py smollm2 out/smollm2
     python demo/frontier.py --model out/smollm2              # 83 minutes; goes on after the last run that has ended
     python demo/frontier.py --results benchmarks/frontier.jsonl --figure docs/frontier.png  # only table and figure
@@ -50,7 +50,7 @@ FORMS = (
     "In one sentence, what do you think of {}?",
 )
 
-SAMPLES = f"--reward {__file__}:positive --k 8 --max_new_tokens 32 --dtype bfloat16"
+SAMPLES = f"--reward {__file__}:positive --k 8 --max_new_tokens 32"
 TRAINING = "--lr 1e-5 --schedule constant --warmup 0 --dtype bfloat16 --save_every 0"
 RATED = f"kto.py --data rated.jsonl --ref_cache rated.pkl --batch_size 16 {TRAINING}"
 SCRIPTS = {
@@ -127,6 +127,7 @@ def write_pairs(folder: Path, samples: list[dict]):
         best, worst = (choose(group, key=lambda sample: sample["reward"]) for choose in (max, min))
         if best["reward"] == worst["reward"]:
             continue
+
         chosen, rejected = ([{"role": "assistant", "content": sample["completion"]}] for sample in (best, worst))
         pairs.append(prompt | {"chosen": chosen, "rejected": rejected})
         rated.append(prompt | {"completion": chosen, "label": True})
@@ -159,7 +160,7 @@ def call(command: str, folder: Path, log: str):
 def sample(flags: str, name: str, folder: Path) -> dict:
     """Samples and scores. Returns the metrics."""
     shutil.rmtree(folder / name, ignore_errors=True)  # of a call that was cut off
-    call(f"rloo.py --steps 0 {SAMPLES} {flags} --out {name}", folder, f"{name}.log")
+    call(f"rloo.py --steps 0 {SAMPLES} --dtype bfloat16 {flags} --out {name}", folder, f"{name}.log")
     (metrics,) = read_lines(folder / name / "metrics.jsonl")
     return metrics
 
@@ -168,6 +169,7 @@ def train_and_sample(name: str, beta: float, seed: int, model: str, folder: Path
     """A line of results.jsonl."""
     out = f"{name}-{beta}-{seed}"
     command = f"{SCRIPTS[name]} --beta {beta} --seed {seed}"
+
     shutil.rmtree(folder / out, ignore_errors=True)  # of a call that was cut off
     begin = time.monotonic()
     call(f"{command} --model {model} --out {out}", folder, f"{out}.log")
@@ -198,6 +200,7 @@ def run_all(model: str, folder: Path, results: Path, jobs: int):
 
     known = {(line["run"], line["beta"], line["seed"]) for line in read_lines(results)}
     runs = [run for run in RUNS if run not in known]
+
     pool = ThreadPoolExecutor(jobs)
     try:
         lines = as_completed([pool.submit(train_and_sample, *run, model, folder) for run in runs])
@@ -232,6 +235,7 @@ def draw(lines: list[dict], path: str):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     groups = by_run(lines)
     figure, panel = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for name, colour in CURVES.items():
@@ -247,6 +251,7 @@ def draw(lines: list[dict], path: str):
         points = [line for line in lines if line["run"] == name]
         kl, reward = ([line[key] for line in points] for key in ("kl", "reward"))
         panel.plot(kl, reward, marker, color=colour, label=label, ms=8, mfc="none")
+
     (before,) = groups["before", 0.0]
     panel.plot(0, before["reward"], "k*", label="before training", ms=9)
     panel.set(xlabel="KL from the model before, nats per answer", ylabel="held-out reward (VADER)")
