@@ -181,3 +181,9 @@ def test_graphs_draw_the_same_samples(monkeypatch, name, case):
 def test_windows_and_padding_have_no_graph(name, n):
     core = SimpleNamespace(config=ready(name).config, device=torch.device("cuda"))
     assert changed("cuda_graph").tokens_per_graph(core) == n
+
+
+def test_a_recurrent_model_has_no_mask():
+    model, args = build(*MODELS["mamba"]), rloo.Args(max_new_tokens=8)
+    one, other = (script.rollout(model, TOKENIZER, PROMPTS, 4, 1, args) for script in (rloo, changed("cuda_graph")))
+    assert one.groups == other.groups and (one.logps == other.logps).all()

@@ -55,3 +55,10 @@ def test_frontier_ranks_samples_and_holds_things_out(tmp_path):
     chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("0.7", "-0.4"))
     assert read(tmp_path / "pairs.jsonl") == [train[0] | {"chosen": chosen, "rejected": rejected}]
     assert [row["label"] for row in read(tmp_path / "rated.jsonl")] == [True, False]
+
+
+def test_frontier_rewards_positive_sentences():
+    pytest.importorskip("vaderSentiment")
+    positive = runpy.run_path(str(ROOT / "demo/frontier.py"))["positive"]
+    good, bad = positive([[{"role": "assistant", "content": text}] for text in ("A lovely day.", "A horrible day.")])
+    assert good > 0.5 and bad < -0.5
