@@ -21,7 +21,8 @@ Q, A, B = said("q", "user"), said("a"), said("b")
 CALL = [dict(name="f", arguments=dict(port="Brest"))]
 TOOLS = [dict(name="f", parameters=dict(port=dict(enum=["Brest", None])))]
 CALLING = Q + said("", tool_calls=CALL) + said("rain", "tool")
-BEGUN = Q + said("The tea is")
+BRIEF = said("Be brief.", "system")
+GOOD = dict(prompt=Q, completion=A, label=True)
 
 
 def chat(prompt=Q, chosen=A, rejected=B, **columns):
@@ -42,58 +43,56 @@ def run(tmp_path, capsys):
     return run
 
 
-def notes(printed):
-    """The number of rows, the note and the number of the first row, of each note."""
-    return re.findall(r"^ +(\d+) (.*) \(first: row (\d+)\)$", printed, re.M)
-
-
 def refused(words):
     return pytest.raises(prepare.BadInput, match=words)
 
 
 # --- Formats
 
-def test_plain_rows_stay_as_they_are(run):
-    """Columns for a reward, too, whose nulls may mean something."""
-    for rows in (
-            [PAIR, dict(PAIR, chosen_reward=0.0, rejected_reward=-1.5), chat(tools=TOOLS, source="x")],
-            [RATED, RATED | dict(label=False)], [dict(prompt="q", answer=[dict(x=None)], n=None), dict(prompt=Q)]):
-        assert run(rows)[0] == rows
+@parametrize("rows", [
+    [PAIR, dict(PAIR, chosen_reward=0.0, rejected_reward=-1.5), chat(tools=TOOLS, source="x")],
+    [RATED, RATED | dict(label=False)],
+    [dict(prompt="q", answer=[dict(x=None)], n=None), dict(prompt=Q), dict(prompt=BRIEF)]])
+def test_plain_rows_stay_as_they_are(run, rows):
+    """Also nulls in columns for a reward."""
+    assert run(rows)[0] == rows
 
 
 def test_prompts_of_chats_may_stand_in_the_answers_too_or_only_there(run):
-    question = said("And?", "user")
-    for before in (question, said("Be brief.", "system") + question, said("Yes?", "user") + said("Yes.") + question):
+    """A string may be any question of what both begin with."""
+    for before in (Q, BRIEF + Q, said("Yes?", "user") + B + Q):
         pair = dict(chosen=before + A, rejected=before + B)
-        expected = dict(prompt=before, chosen=A, rejected=B)
-        # a string may be any question of what both begin with
-        assert run([pair, *(pair | dict(prompt=prompt) for prompt in (before, None, "And?"))])[0] == [expected] * 4
-    rated = dict(prompt=question, completion=A, label=True)
-    others = [dict(prompt="And?"), dict(completion=question + A), dict(completion="a")]
-    assert run([rated | other for other in others])[0] == [rated] * 3
+        rows = [pair, *(pair | dict(prompt=prompt) for prompt in (before, None, "q"))]
+        assert run(rows)[0] == [chat(before)] * 4
+    rows = [GOOD | other for other in (dict(prompt="q"), dict(completion=Q + A), dict(completion="a"))]
+    assert run(rows)[0] == [GOOD] * 3
 
 
 def test_dialogues_are_divided_at_their_last_answer(run):
-    pair = dict(chosen=" Only warm.", rejected=" Oh.")
+    pair = dict(chosen=" a", rejected=" b")
     rows = [pair | dict(prompt=ASK), {name: ASK + text for name, text in pair.items()}]
     assert run(rows)[0] == [rows[0]] * 2
-    turns = said("Hot?", "user") + said("Yes.") + said("Good?", "user")
-    assert run(rows, chat=True)[0] == [dict(prompt=turns, chosen=said("Only warm."), rejected=said("Oh."))] * 2
+    assert run(rows, chat=True)[0] == [chat(said("Hot?", "user") + said("Yes.") + said("Good?", "user"))] * 2
 
 
-def test_chat_makes_messages_of_strings(run):
-    quoted = "Go on:\n\nHuman: Hot?"  # is no dialogue
-    for row, expected in ((PAIR, chat(said("The tea", "user"), said("was warm."), said("was bad."))), (chat(), chat()),
-                          (dict(prompt=quoted), dict(prompt=said(quoted, "user")))):
-        assert run([row], chat=True)[0] == [expected]
+@parametrize("row, expected", [
+    (dict(prompt=" q", chosen="a", rejected=" b\n"), chat()), (chat(), chat()),
+    (dict(prompt="Go on:\n\nHuman: Hot?"), dict(prompt=said("Go on:\n\nHuman: Hot?", "user")))])  # is no dialogue
+def test_chat_makes_messages_of_strings(run, row, expected):
+    assert run([row], chat=True)[0] == [expected]
+
+
+def test_rated_answers_that_contradict_are_counted(run):
+    out = run([PAIR, PAIR | dict(chosen=" b.", rejected=PAIR["chosen"])], rows="rated")[1]
+    assert "\n       1 contradict an earlier row" in out and "repeat" not in out
 
 
 def test_pairs_become_two_rated_answers_and_labels_are_true_or_false(run):
     rows, _ = run([PAIR | dict(id=7)], rows="rated")
     assert rows == [RATED | dict(id=7), RATED | dict(completion=PAIR["rejected"], label=False, id=7)]
-    labels = [True, 1, 1.0, "1", "true", "True", False, 0, 0.0, "0", "false", "False"]
+    labels = [True, 1.0, "1", "True", False, 0, "0.0", "false"]
     rows, _ = run([PAIR] + [RATED | dict(label=label) for label in labels], rows="rated")
-    assert rows[2:] == [RATED] * 6 + [RATED | dict(label=False)] * 6
+    assert rows[2:] == [RATED] * 4 + [RATED | dict(label=False)] * 4
 
 
 def test_any_data_become_prompts(run):
@@ -114,41 +113,40 @@ def test_keys_that_are_null_are_absent_and_parts_of_text_are_joined(run):
         row | dict(prompt=[CALLING[0] | dict(tool_calls=None), call, CALLING[2]]),
         row | dict(tools=json.dumps(TOOLS), chat_template_kwargs='{"loud": 1, "low": null}'),
         row | dict(tools=[json.dumps(tool) for tool in TOOLS])])
-    assert rows == [row] * 5 and ("3", "have keys that are null, which are left out", "2") in notes(out)
+    assert rows == [row] * 5 and "\n       3 have keys that are null, which are left out (first: row 2)\n" in out
 
 
 USER, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
-WRONG = GPT | dict(value="b")
-CALLS = said("", tool_calls=[dict(type="function", function=CALL[0])])
-ASKED = said("Old?\nYes.", "user") + said("No.")
-ALPACA = dict(instruction="q", input="", system="")
+PAIRED = dict(chosen=GPT, rejected=GPT | dict(value="b"))
+USES = [{"from": "function_call", "value": json.dumps(CALL[0])}, {"from": "observation", "value": "rain"}]
+USED = said("", tool_calls=[dict(type="function", function=CALL[0])]) + said("rain", "tool")
+ALPACA = dict(instruction="q", input="")
 
 
 @parametrize("row, expected", [
-    (dict(conversations=[USER], chosen=GPT, rejected=WRONG, system="Hm."), chat(said("Hm.", "system") + Q)),
+    (dict(conversations=[USER], system="Be brief.") | PAIRED, chat(BRIEF + Q)),
     (dict(conversations=[USER, GPT, USER], chosen=[GPT], rejected="b"), chat(Q + A + Q)),
-    (dict(conversations=[USER, GPT], kto_tag=False), dict(prompt=Q, completion=A, label=False)),
-    (dict(messages=Q + A, label=True), dict(prompt=Q, completion=A, label=True)),
-    (dict(messages=Q, chosen=A[0], rejected=B[0]), chat()),
+    (dict(conversations=[USER, *USES], tools=json.dumps(TOOLS)) | PAIRED, chat(Q + USED, tools=TOOLS)),
+    (dict(conversations=[USER, GPT], kto_tag=True), GOOD),
     (dict(conversations=[USER], source="x"), dict(prompt=Q, source="x")),
-    (dict(conversations=[USER, {"from": "function_call", "value": json.dumps(CALL[0])},
-                         {"from": "observation", "value": "rain"}], tools=json.dumps(TOOLS), chosen=GPT, rejected=WRONG),
-     chat(Q + CALLS + said("rain", "tool"), tools=TOOLS)),
+    (dict(messages=Q + A, label=True), GOOD), (dict(messages=Q, chosen=A[0], rejected=B[0]), chat()),
     (ALPACA | dict(chosen="a", rejected="b"), chat()),
     (ALPACA | dict(chosen=A, rejected=B, output="c"), chat(output="c")),
-    (ALPACA | dict(input="x", output="a", label=1), dict(prompt=said("q\nx", "user"), completion=A, label=True)),
-    (ALPACA | dict(history=[["Old?\nYes.", "No."]], output="a", kto_tag=True, system="Be brief."),
-     dict(prompt=said("Be brief.", "system") + ASKED + Q, completion=A, label=True)),
-    (ALPACA | dict(prompt="p"), dict(prompt="p", instruction="q", input=""))])
+    (ALPACA | dict(input="x", output="a", label=1), GOOD | dict(prompt=said("q\nx", "user"))),
+    (ALPACA | dict(history=[["Old?", "b"]], output="a", kto_tag=True, system="Be brief."),
+     GOOD | dict(prompt=BRIEF + said("Old?", "user") + B + Q)),
+    (ALPACA | dict(prompt="p"), ALPACA | dict(prompt="p"))])
 def test_sharegpt_and_alpaca_are_read(run, row, expected):
-    assert run([row], chat="prompt" not in row)[0] == [expected]
+    assert run([row])[0] == [expected]
 
 
-def test_answers_without_a_label_are_refused_unless_prompts_are_asked_for(run):
-    for row in (ALPACA | dict(output="a"), dict(conversations=[USER, GPT]), dict(prompt=Q, completion=A)):
-        with refused("row 1: label is None: expected true or false, or --rows prompts"):
-            run([row])
-        assert run([row], rows="prompts")[0] == [dict(prompt=Q)]
+@parametrize("row", [ALPACA | dict(output="a"), dict(conversations=[USER, GPT]), dict(prompt=Q, completion=A)])
+def test_answers_without_a_label_are_refused_unless_prompts_are_asked_for(run, row):
+    with refused("row 1: label is None: .*--rows prompts"):
+        run([row])
+    with refused("row 1: has no answer for --rows rated: the columns are prompt"):
+        run([dict(prompt=Q)], rows="rated")
+    assert run([row], rows="prompts")[0] == [dict(prompt=Q)]
 
 
 ROWS = [dict(prompt=f"Tea,\u2028{n}", chosen=' was "warm",\r\nvery.', rejected="None", id="NA", zip="00501")
@@ -165,31 +163,28 @@ def write_csv(path, *rows):
 
 @parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet"])
 def test_every_format_gives_the_same_rows(run, tmp_path, monkeypatch, name):
-    chats = [chat(), chat(CALLING)]
-    for i, rows in enumerate([ROWS] if name == "a.csv" else [ROWS, chats]):
-        path = tmp_path / f"{i}{name}"
-        if name == "a.jsonl":  # with a byte order mark, empty lines, and what str.splitlines takes for an end
-            lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-            path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(lines).encode())
-        elif name == "a.json":
-            path.write_text(json.dumps(rows, indent=1))
-        elif name == "a.csv":
-            write_csv(path, *rows)
-        else:
-            datasets = pytest.importorskip("datasets")
-            monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-            datasets.Dataset.from_list(rows).to_parquet(path)
-        assert run(path)[0] == rows
+    path, rows = tmp_path / name, [chat(), chat(CALLING)] if name == "a.parquet" else ROWS
+    if name == "a.jsonl":  # with a byte order mark, empty lines, and what str.splitlines takes for an end
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n".join(lines).encode())
+    elif name == "a.json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif name == "a.csv":
+        write_csv(path, *rows)
+    else:
+        datasets = pytest.importorskip("datasets")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    assert run(path)[0] == rows
 
 
 def test_messages_tools_and_rewards_are_read_from_cells_of_csv(run, tmp_path):
     cells = {name: json.dumps(value) for name, value in chat(tools=TOOLS).items()}
-    path = write_csv(tmp_path / "a.csv", cells | dict(chosen_reward="1.50", chat_template_kwargs=""))
-    assert run(path)[0] == [chat(tools=TOOLS, chosen_reward=1.5, chat_template_kwargs=None)]
-    long = dict(prompt="q" * 200_000)
-    assert run(write_csv(tmp_path / "a.csv", long))[0] == [long]
-    no_messages = dict(PAIR, chosen='[{"port": "Brest"}]')
-    assert run([no_messages])[0] == [no_messages]
+    cells |= dict(chosen_reward="1.50", rejected_reward="", chat_template_kwargs="")
+    row = chat(tools=TOOLS, chosen_reward=1.5, rejected_reward=None, chat_template_kwargs=None)
+    assert run(write_csv(tmp_path / "a.csv", cells))[0] == [row]
+    rows = [dict(PAIR, chosen='[{"port": "Brest"}]', rejected="b" * 200_000)]  # no messages
+    assert run(write_csv(tmp_path / "a.csv", *rows))[0] == rows
 
 
 def test_hub_data_is_loaded_by_name_configuration_and_split(run, monkeypatch):
@@ -205,11 +200,9 @@ def test_hub_data_is_loaded_by_name_configuration_and_split(run, monkeypatch):
 
 def test_columns_are_renamed_and_those_that_are_not_used_are_named(run):
     row = dict(question="The tea", good=PAIR["chosen"], rejected=PAIR["rejected"])
-    rename = ("question=prompt", "good=chosen")
-    assert run([row], rename=rename)[0] == [PAIR]
+    assert run([PAIR, row], rename=("question=prompt", "good=chosen"))[0] == [PAIR] * 2
     assert "do not use: source, lang\n" in run([PAIR | dict(source="x"), dict(PAIR, chosen_reward=1, lang="en")])[1]
-    assert run([PAIR | row], rename=("good=best",))[0] == [PAIR | dict(question="The tea", best=PAIR["chosen"])]
-    with refused("row 1: --rename gives two columns one name: the columns are prompt, chosen, rejected"):
+    with refused("row 1: --rename gives two columns one name"):
         run([PAIR], rename=("chosen=rejected",))
     with refused("^no column questoin: the columns are question, good, rejected$"):
         run([row], rename=("questoin=prompt", "good=chosen"))
@@ -226,10 +219,9 @@ def test_the_example_of_convert_reads_another_format(run, monkeypatch):
 
 
 def test_a_column_system_becomes_the_system_message(run):
-    system = said("Be brief.", "system")
-    assert run([chat(system="Be brief."), chat(system="")])[0] == [chat(system + Q), chat()]
-    assert run([PAIR | dict(system="Be brief.")], chat=True)[0][0]["prompt"] == system + said("The tea", "user")
-    for row in (PAIR, chat(system + Q)):
+    assert run([chat(system="Be brief."), chat(system="")])[0] == [chat(BRIEF + Q), chat()]
+    assert run([PAIR | dict(system="Be brief.")], chat=True)[0][0]["prompt"] == BRIEF + said("The tea", "user")
+    for row in (PAIR, chat(BRIEF + Q)):
         with refused("row 1: a column system needs a prompt of messages"):
             run([row | dict(system="Be kind.")])
 
@@ -237,90 +229,65 @@ def test_a_column_system_becomes_the_system_message(run):
 # --- Rows that are dropped or told
 
 @parametrize("good, bad, reason", [
-    (PAIR, dict(prompt=""), "no prompt, and chosen and rejected do not begin alike"),
-    (PAIR, dict(chosen=" \n"), "an empty answer"),
-    (PAIR, dict(chosen=PAIR["rejected"]), "equal answers"),
-    (chat(), dict(chosen=None), "an empty answer"),
-    (chat(), dict(rejected=said(" ")), "an empty answer"),
+    (PAIR, dict(prompt=""), "no prompt"), (dict(prompt="q"), dict(prompt=" "), "no prompt"),
+    (PAIR, dict(chosen=" \n"), "an empty answer"), (chat(), dict(rejected=said(" ")), "an empty answer"),
+    (chat(), dict(chosen=None), "an empty answer"), (PAIR, dict(chosen=PAIR["rejected"]), "equal answers"),
     (chat(), dict(chosen=A + Q), "an answer has a message of the user"),
-    (PAIR, dict(prompt=None, chosen=ASK + " a", rejected="\n\nHuman: Hot?\n\nAssistant: b"), "dialogues that diff"),
-    (PAIR, dict(prompt=None, chosen=ASK + " a", rejected=ASK + " b\n\nHuman: c"), "dialogues .* end with the human"),
-    (dict(prompt="q"), dict(prompt=" "), "no prompt")])
+    (PAIR, dict(prompt=None, chosen=ASK + " a", rejected=ASK[15:] + " b"), "dialogues"),
+    (PAIR, dict(prompt=None, chosen=ASK + " a", rejected=ASK + " b\n\nHuman: c"), "dialogues")])
 def test_rows_that_teach_nothing_are_dropped_and_counted(run, good, bad, reason):
     rows, out = run([good, good | bad, good, good | bad])
     assert rows == [good, good] and re.search(rf"\n +2 dropped: {reason}[^\n]* \(first: row 2\)\n", out)
-    with refused(f"rows.jsonl: no row is left; dropped: {reason}.*; the columns are prompt.*`convert`"):
+    with refused(f"no row is left; dropped: {reason}.*; the columns are prompt.*`convert`"):
         run([good | bad])
 
 
-END = said("Say <|im_end|> twice.", "user")
-
-
-@parametrize("row, note, flags", [
-    (dict(PAIR, chosen="The tea was warm."), "an answer that begins with its prompt", {}),
-    (chat(BEGUN), "a prompt that ends with an answer", {}),
-    (dict(PAIR, rejected=" b\n\nHuman: Hot?"), "an answer that is a dialogue", dict(chat=True)),
-    (PAIR, "repeat the prompt", {}),
-    (dict(PAIR, chosen=PAIR["rejected"], rejected=PAIR["chosen"]), "contradict an earlier row", {}),
-    (dict(PAIR, chosen=" b.", rejected=PAIR["chosen"]), "contradict an earlier row", dict(rows="rated")),
-    (dict(PAIR, chosen=PAIR["rejected"], rejected=" b."), "contradict an earlier row", dict(rows="rated")),
-    (chat(END), "a control token", {}), (chat(rejected=END[:0] + said("a</s>b")), "a control token", {}),
-    *((dict(PAIR, prompt=f"It has {token}"), "a control token", {}) for token in (
-        "<|eot_id|>", "[INST]", "<start_of_turn>", "<｜User｜>", "<bos>")),
-    (dict(PAIR, prompt="a < b | c > d, [inst] <b>"), "", {}),
-    (dict(PAIR, chosen=" b."), "", {})])
-def test_rows_that_are_kept_but_look_wrong_are_counted(run, row, note, flags):
-    rows, out = run([PAIR, row], **flags)
-    assert len(rows) == (4 if flags.get("rows") else 2)
-    assert [(n, first) for n, text, first in notes(out) if note in text] == ([("1", "2")] if note else [])
-    assert len(notes(out)) == bool(note)
+@parametrize("note, row", [
+    ("an answer that begins with its prompt", dict(chosen="The tea was warm.")),
+    ("a prompt that ends with an answer", chat(Q + B)),
+    ("an answer that is a dialogue", dict(rejected=" b\n\nHuman: Hot?")),
+    ("repeat the prompt", dict(id=7)),
+    ("contradict an earlier row", dict(chosen=PAIR["rejected"], rejected=PAIR["chosen"])),
+    ("a control token", chat(rejected=said("a</s>b"))),
+    *(("a control token", dict(prompt=f"It has {token}")) for token in (
+        "<|im_end|>", "[INST]", "<start_of_turn>", "<｜User｜>", "<bos>")),
+    (None, dict(prompt="a < b | c > d, [inst] <b>")), (None, dict(chosen=" b."))])
+def test_rows_that_are_kept_but_look_wrong_are_counted(run, note, row):
+    rows, out = run([PAIR, PAIR | row])
+    assert len(rows) == 2
+    found = re.findall(rf"\n +1 .*{note}.* \(first: row 2\)", out)
+    assert len(found) == out.count("first:") == bool(note)
 
 
 # --- What is refused
 
-HALF = '{"prompt": "\\ud800", "chosen": "a", "rejected": "b"}'
-
-
 @parametrize("bad, words", [
-    (dict(PAIR, completion="a"), "has chosen, rejected, completion: expected chosen and rejected, or"),
-    (dict(PAIR, prompt=False), "prompt has False: expected a string, or messages of system,.* edit `convert`"),
-    (chat(said("q", "human")), "prompt has {'role': 'human', 'content': 'q'}: expected"),
-    (chat(said([dict(type="text", text=None)], "user")), "prompt has the content .*: expected a string, or parts w"),
-    (chat(said(["Hot?"], "user")), r"prompt has the content \['Hot\?'\]: expected"),
-    (chat(chosen=said(0)), "chosen has the content 0: expected a string"),
-    (dict(PAIR, prompt="[{'role': 'user', 'content': 'q'}]"), "Expecting property name"),
-    ("[1]", "is 1: expected a value for each column"),
-    (HALF, ".* surrogates not allowed"),
-    (RATED, "is not one of the pairs, for dpo.py, as row 1 is"), (dict(prompt="q"), "is not one of the pairs"),
-    ({"Prompt": "q"} | PAIR, "has a column 'Prompt': give --rename 'Prompt=prompt'"),
-    (PAIR | {"label ": 1}, "has a column 'label '"),
-    *((PAIR | dict(rejected_reward=reward), "") for reward in (float("nan"), "inf", "good", True, [1]))])
+    (dict(completion="a"), ""), (dict(prompt="[{'role': 'user', 'content': 'q'}]"), ""),
+    (dict(prompt=False), "prompt has False: .* edit `convert`"), (chat(said("q", "human")), "prompt has"),
+    (chat(said([dict(type="text", text=None)], "user")), ""), (chat(said(["Hot?"], "user")), "prompt has the content"),
+    ("[1]", ""), ('{"prompt": "\\ud800"}', ".* surrogates not allowed"),
+    (json.dumps(RATED), "is not one of the pairs"), ('{"prompt": "q"}', "is not one of the pairs"),
+    ({"Prompt": "q"}, "has a column 'Prompt'"), ({"label ": 1}, "has a column 'label '"),
+    *((dict(rejected_reward=reward), "") for reward in (float("nan"), "inf", "good", True))])
 def test_unreadable_rows_are_refused_by_number(run, tmp_path, bad, words):
     with refused(f"^{tmp_path}/rows.jsonl, row 2: {words}"):
-        run([PAIR, "", bad, PAIR])
+        run([PAIR, "", bad if isinstance(bad, str) else PAIR | bad, PAIR])
     assert not (tmp_path / "out").exists()
 
 
-def test_rated_rows_without_answers_are_refused(run):
-    with refused("row 1: has no answer for --rows rated: the columns are prompt, answer"):
-        run([dict(prompt="q", answer=4)], rows="rated")
-
-
 @parametrize("name, content, words", [
-    ("a.jsonl", b"", "a.jsonl is empty"),
-    ("a.jsonl", b'{"prompt": "q"}\nhello\n', "a.jsonl, line 2 is not JSON: 'hello'"),
-    ("a.jsonl", b'{"prompt": "caf\xe9"}', "a.jsonl is not UTF-8 text"),
-    ("a.csv", b"prompt,label\nq,1,2\n", "a.csv, row 1: is .*: expected a value for each column"),
-    ("a.csv", b"question\nq\n", "no row is left; dropped: no prompt; the columns are question")])
+    ("a.jsonl", b"", " is empty"), ("a.jsonl", b'{"prompt": "q"}\nhello\n', ", line 2 is not JSON: 'hello'"),
+    ("a.jsonl", b'{"prompt": "caf\xe9"}', " is not UTF-8"), ("a.csv", b"prompt,label\nq,1,2\n", ", row 1: is ")])
 def test_unreadable_files_are_refused(run, tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
-    with refused(words):
+    with refused(name + words):
         run(tmp_path / name)
 
 
 # --- The files
 
 MANY = [dict(prompt=f"q{n}", chosen=f"a{m}", rejected="b") for n in range(40) for m in range(3)]
+PROMPTS = [dict(prompt=f"q{n}") for n in range(40)]
 
 
 def test_all_rows_of_a_prompt_are_held_out_whatever_their_order(run, tmp_path):
@@ -339,13 +306,13 @@ def test_all_rows_of_a_prompt_are_held_out_whatever_their_order(run, tmp_path):
 
 @parametrize("other", [
     lambda text: [dict(content=text, role="user")], lambda text: said(f" {text} \n", "user"),
-    lambda text: said(f"Be brief, {text}.", "system") + said(text, "user")])
+    lambda text: BRIEF + said(text, "user")])
 def test_a_prompt_is_held_out_with_its_variants(run, tmp_path, other):
     texts = [f"q {n}" for n in range(20)]
     train, _ = run([chat(said(text, "user")) for text in texts] + [chat(other(text)) for text in texts], eval_size=9)
     tests = read(tmp_path / "out/test.jsonl")
-    asked = [{row["prompt"][-1]["content"].strip() for row in rows} for rows in (train, tests)]
-    assert len(tests) == 4 and len(asked[0]) == 18 and not asked[0] & asked[1]
+    held_out, asked = [{row["prompt"][-1]["content"].strip() for row in rows} for rows in (tests, train)]
+    assert len(tests) == 4 and len(held_out) == 2 and not held_out & asked
 
 
 def test_it_says_what_was_written_and_for_whom(run, tmp_path):
@@ -355,11 +322,8 @@ def test_it_says_what_was_written_and_for_whom(run, tmp_path):
         out = run(rows, eval_size=1)[1]
         n = len(rows) // 40
         assert out.endswith(f"out/train.jsonl: {39 * n} {kind}\n{tmp_path}/out/test.jsonl: {n} {kind}\n")
-    assert run(PROMPTS[:9])[1].endswith("no prompt is held out: there are 9, and --eval_size is 0\n")
+    assert "\nno prompt of 9 is held out" in run(PROMPTS[:9], eval_size=128)[1]
     assert not (tmp_path / "out/test.jsonl").exists()
-
-
-PROMPTS = [dict(prompt=f"q{n}") for n in range(40)]
 
 
 def test_the_files_of_other_data_are_not_overwritten(tmp_path):

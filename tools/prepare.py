@@ -178,7 +178,7 @@ def write(rows: list[tuple[int, dict]], out: Path, args: Args):
 
     kind = kind_of(rows[0][1])
     print(f"{out / 'train.jsonl'}: {len(parts['train.jsonl']):,} {kind}")
-    none = f"no prompt is held out: there are {len(prompts)}, and --eval_size is {args.eval_size}"
+    none = f"no prompt of {len(prompts)} is held out: a tenth would be, at most --eval_size {args.eval_size}"
     print(f"{out / 'test.jsonl'}: {len(parts['test.jsonl']):,} {kind}" if held_out else none)
 
 
@@ -186,7 +186,7 @@ def text_of(text: str | list[dict]) -> str:
     """The text without white space. That of messages is without the system's, and with their calls."""
     if isinstance(text, list):
         turns = [message for message in text if message["role"] not in ("system", "developer")]
-        values = [message[name] for message in turns for name in SAID if message.get(name)]
+        values = [message[name] for message in turns or text for name in SAID if message.get(name)]
         text = "".join(v if isinstance(v, str) else json.dumps(v, sort_keys=True) for v in values)
     return "".join(text.split())
 
@@ -301,7 +301,7 @@ def to_json(value, name: str, number: int, notes: dict):
         return float(value)
 
     is_messages = isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)["']""", value)
-    if is_messages or (isinstance(value, str) and name in JSON_COLUMNS):
+    if is_messages or (isinstance(value, str) and name in (*JSON_COLUMNS, *REWARDS)):
         value = json.loads(value or "null")
     if isinstance(value, list) and name == "tools":
         value = [json.loads(tool) if isinstance(tool, str) else tool for tool in value]
