@@ -277,7 +277,8 @@ def test_unreadable_rows_are_refused_by_number(run, tmp_path, bad, words):
 
 @parametrize("name, content, words", [
     ("a.jsonl", b"", " is empty"), ("a.jsonl", b'{"prompt": "q"}\nhello\n', ", line 2 is not JSON: 'hello'"),
-    ("a.jsonl", b'{"prompt": "caf\xe9"}', " is not UTF-8"), ("a.csv", b"prompt,label\nq,1,2\n", ", row 1: is ")])
+    ("a.jsonl", b'{"prompt": "caf\xe9"}', " is not UTF-8"), ("a.jsonl.gz", b"", ": expected a .jsonl"),
+    ("a.csv", b"prompt,label\nq,1,2\n", ", row 1: is ")])
 def test_unreadable_files_are_refused(run, tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with refused(name + words):

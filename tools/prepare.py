@@ -129,7 +129,7 @@ def prepare(args: Args) -> list[tuple[int, dict]]:
 
     if not rows:
         raise BadInput(f"{args.data}: no row is left; {'; '.join(notes)}; the columns are "
-                       f"{', '.join(all_columns[0])}: give --rename, or edit `convert` in a copy")
+                       f"{', '.join(all_columns[0])}: give --rename, or copy prepare.py and edit `convert`")
     note_repetitions(rows, notes)
     print(f"{args.data}: {len(all_columns):,} rows")
     for note, numbers in notes.items():
@@ -311,9 +311,8 @@ def to_json(value, name: str, number: int, notes: dict):
 
     if name not in ("prompt", *ANSWERS, *JSON_COLUMNS):
         return value
-    # Files of columns fill in keys that are null, and a chat template would write them.
     plain = json.loads(text, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if v is not None})
-    if plain != value:
+    if plain != value:  # files of columns fill in such keys, and a chat template would write "null"
         notes["have keys that are null, which are left out"].add(number)
     return plain
 
@@ -336,7 +335,7 @@ def read_message(message: dict, name: str) -> dict:
             message = {"role": "assistant", "content": "", "tool_calls": calls}
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise ValueError(f"{name} has {message!r:.99}: expected a string, or messages of {', '.join(ROLES)}; "
-                         "for another format, edit `convert` in a copy")
+                         "for another format, copy prepare.py and edit `convert`")
 
     content = message.get("content", "")
     parts = content if isinstance(content, list) else [{"text": content}]
@@ -353,6 +352,8 @@ def read_rows(source: str):
     """Yields the rows of a file, or of NAME, NAME:SPLIT or NAME:CONFIG:SPLIT of the hub."""
     path = Path(source)
     if path.suffix not in (".jsonl", ".json", ".csv"):
+        if path.exists() and path.suffix != ".parquet":
+            raise BadInput(f"{source}: expected a .jsonl, .json, .csv or .parquet file")
         import datasets
         name, bracket, part = source.partition("[")  # a split may be a slice, train[:1000]
         name, *config = name.split(":")
