@@ -5,10 +5,10 @@
 
 --data is a .jsonl, .json, .csv or .parquet file, or NAME, NAME:SPLIT or NAME:CONFIG:SPLIT of the hub. Its
 columns are TRL's (`prompt, chosen, rejected`, `prompt, completion, label`, or `prompt`), ShareGPT's
-(`conversations`) or Alpaca's (`instruction, input, output`). Pairs of the latter two have `chosen, rejected`.
-A text is a string or a list of messages. Without its column, the prompt is what both conversations of a pair
-begin with. They may be dialogues "\\n\\nHuman: ..\\n\\nAssistant: ..". A column `system` becomes a message,
-`tools` and `chat_template_kwargs` are for the chat template, and other columns are kept as they are.
+(`conversations`) or Alpaca's (`instruction, input, output`). The latter two have `chosen, rejected` or a
+`label`, or serve as prompts. A text is a string or a list of messages. Without its column, the prompt is what
+both conversations of a pair begin with. They may be dialogues "\\n\\nHuman: ..\\n\\nAssistant: ..". A column
+`system` becomes a message, `tools` and `chat_template_kwargs` are for the chat template, and others are kept.
 
 For another format, copy this program and edit one function, `convert`.
 """
@@ -86,7 +86,7 @@ def convert(columns: dict, args: Args) -> dict:
     if turns:
         row["prompt"] = turns
         role = turns[-1].get("from") or turns[-1].get("role")
-        if "chosen" not in row and SHAREGPT_ROLES.get(role, role) == "assistant":
+        if SHAREGPT_ROLES.get(role, role) == "assistant":
             row["prompt"], row["completion"] = turns[:-1], turns[-1:]
     elif "instruction" in row:
         row["prompt"] = []
