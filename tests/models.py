@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import refcache
+from logprobs import BadInput, enable_shared_prompts
 
 TOKENS = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SMALL = dict(TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -55,7 +55,7 @@ parametrize = pytest.mark.parametrize
 
 def bad_input(words):
     """The block must raise a BadInput with these words."""
-    return pytest.raises(refcache.BadInput, match=words)
+    return pytest.raises(BadInput, match=words)
 
 
 def slow_but(quick, names):
@@ -72,7 +72,7 @@ def make(name, seed=0, attention=None, **changes):
 def ready(name):
     """One of MODELS, whose attention is chosen."""
     model = make(name)
-    refcache.enable_shared_prompts(model)
+    enable_shared_prompts(model)
     return model
 
 
@@ -120,5 +120,5 @@ def values_and_gradients(function, model, groups, **options):
 
 
 def equal(one, two):
-    """Whether two caches or state dicts have the same names and the same bits."""
+    """Whether two state dicts have the same names and the same bits."""
     return set(one) == set(two) and all((one[name] == two[name]).all() for name in one)

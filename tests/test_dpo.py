@@ -1,29 +1,27 @@
 """dpo.py from end to end, and what the other scripts have in common with it: files, reference, order, rates."""
 import gc
-import json
 import math
+import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 from models import bad_input, parametrize
 from runs import (
-    BOTH, EACH, SCRIPTS, TOKENIZER, arguments, distance, read, run, same, same_metrics, tiny, without_speed)
+    BOTH, EACH, SCRIPTS, TOKENIZER, arguments, distance, read, run, run_until, same, same_metrics, tiny, without_speed)
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging
 
 import dpo
-import rloo
 from dpo import Args, learning_rate, rows_in_order
-from refcache import ReferenceCache, checkpoint_digest
+from refcache import ReferenceCache, bytes_of, checkpoint_digest
 
 FIRST = dict(eval_every=2, save_every=50)
 
 
 def cache_of(out):
-    cache = ReferenceCache(reference=checkpoint_digest(tiny()))
+    cache = ReferenceCache(reference=checkpoint_digest(tiny()), dtype="float32")
     cache.load(Path(out) / "reference_logprobs.pkl")
     return cache
 
@@ -45,22 +43,6 @@ def test_files_of_a_finished_run():
     assert [step for step, line in enumerate(first.history) if "eval_loss" in line] == [0, 2, 3]
     assert AutoModelForCausalLM.from_pretrained(first.model).config._attn_implementation == "sdpa"
     assert AutoTokenizer.from_pretrained(first.model).chat_template == TOKENIZER.chat_template
-
-
-@EACH
-def test_bars_of_transformers_are_off(script):
-    logging.enable_progress_bar()
-    with bad_input("--batch_size"):
-        SCRIPTS[script].main(arguments(script, batch_size=0))
-    assert not logging.is_progress_bar_enabled()
-
-
-def test_metrics_are_strict_json(tmp_path):
-    """It has no word for NaN. Only rloo.py has means of nothing."""
-    with pytest.raises(ValueError):
-        dpo.append(tmp_path / "log", dict(step=0, a=math.nan), False)
-    rloo.append(tmp_path / "log", [dict(step=0, a=math.nan, b=1.5)])
-    assert read(tmp_path / "log") == [dict(step=0, a=None, b=1.5)]
 
 
 @EACH
@@ -86,22 +68,6 @@ def test_a_forward_that_only_fsdp_needs_counts_nothing(script, monkeypatch):
     assert same_metrics(without_speed(module.main(arguments(script))), expected)
 
 
-def test_report_shows_held_out_metrics_before_and_now(tmp_path, capsys):
-    history = [dict(step=0, eval_a=1.5, eval_b=1, a=2), dict(step=1, a=0), dict(step=2, a=3, eval_a=-0.25)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, history)))
-    assert dpo.report(tmp_path) == history
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines == [["held", "out", "before", "now"], ["eval_a", "1.500", "-0.250"], ["see", str(tmp_path)]]
-
-
-@EACH
-def test_every_step_has_a_random_state_of_its_own(script, monkeypatch):
-    found = []
-    monkeypatch.setattr(SCRIPTS[script], "learning_rate", lambda *_: found.append(torch.initial_seed()) or 0.0)
-    SCRIPTS[script].main(arguments(script, steps=2, seed=70))
-    assert found == [71, 72]
-
-
 @parametrize("script", ["dpo", "rloo"])
 def test_max_grad_norm_0_does_not_clip(script):
     one, two, clipped = (run(script, steps=1, max_grad_norm=bound) for bound in (0.0, 1e9, 1e-9))
@@ -111,11 +77,39 @@ def test_max_grad_norm_0_does_not_clip(script):
 
 @BOTH
 def test_run_that_is_not_finite_stops_and_saves_nothing(script):
-    args = arguments(script, dtype="float32", lr=1e17, max_grad_norm=1e17)
-    with bad_input("step [12]: .*not finite") as error:
+    args = arguments(script, lr=1e17, max_grad_norm=1e17, save_every=1)
+    with bad_input("step [12]: loss or gradient is not finite") as error:
         SCRIPTS[script].main(args)
-    assert len(read(f"{args.out}/metrics.jsonl")) == int(str(error.value)[5])
+    stopped_at = int(str(error.value)[5])
+    assert len(read(f"{args.out}/metrics.jsonl")) == stopped_at and max(dpo.checkpoints(Path(args.out))) < stopped_at
     assert not list(Path(args.out).glob("*model"))
+
+
+@EACH
+def test_finished_folder_is_refused_but_without_out_the_next_one_is_taken(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module, unset = SCRIPTS[script], SCRIPTS[script].Args().out
+    for name in (script, f"{script}-2", f"{script}-3"):
+        folder = tmp_path / "out" / name
+        for _ in range(2):  # also if it is there, for a run to go on
+            assert Path(module.resolve(arguments(script, out=unset)).out).absolute() == folder
+            folder.mkdir(parents=True, exist_ok=True)
+        (folder / "model").mkdir()
+    with bad_input("holds a finished run: name another --out"):
+        module.main(arguments(script, out=f"{tmp_path}/out/{script}"))
+
+
+def test_wandb_gets_every_line_of_metrics_once_and_finds_the_run_in_the_folder(monkeypatch):
+    begun, logged = [], []
+    stand_in = SimpleNamespace(init=lambda **options: begun.append(options),
+                               log=lambda values, step: logged.append((step, values)))
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    args = arguments(wandb=True, save_every=1)
+    run_until("replace model", dpo.main, args)
+    dpo.main(args)  # nothing is left to do but to save
+    out = Path(args.out)
+    assert logged == [(values["step"], values) for values in read(out / "metrics.jsonl")] and len(logged) == 4
+    assert begun == [dict(name=out.name, dir=out, config=begun[0]["config"], resume="auto")] * 2
 
 
 # --- The reference
@@ -140,12 +134,10 @@ def test_one_model_is_in_memory_and_a_reference_only_if_it_is_needed(monkeypatch
 
 
 @BOTH
-def test_steps_0_only_fills_the_cache_and_tells_its_size(script, monkeypatch, capsys):
+def test_steps_0_only_fills_the_cache_with_all_rows(script, monkeypatch):
     args = arguments(script, steps=0)
-    assert SCRIPTS[script].main(args) == []
-    line, n_answers = capsys.readouterr().out.splitlines()[-1], len(cache_of(args.out))
-    assert line == f"{args.out}/reference_logprobs.pkl has the log-probs of {n_answers} answers"
-    assert n_answers == 2 * 15 and not Path(args.out, "model").exists() and not read(f"{args.out}/metrics.jsonl")
+    assert SCRIPTS[script].main(args) == [] and len(cache_of(args.out).table) == 2 * 15
+    assert {file.suffix for file in Path(args.out).iterdir()} - {""} == {".json", ".pkl", ".lock"}  # no log, no model
     monkeypatch.setattr(ReferenceCache, "compute", None)
     assert len(SCRIPTS[script].main(replace(args, steps=1))) == 2, "the same folder goes on"
 
@@ -153,12 +145,7 @@ def test_steps_0_only_fills_the_cache_and_tells_its_size(script, monkeypatch, ca
 @BOTH
 def test_only_what_the_run_needs_is_scored(script):
     """Of 12 rows those of two steps, and 3 held-out ones; two answers each."""
-    assert len(cache_of(run(script, steps=2, batch_size=2).out)) == 2 * (2 * 2 + 3)
-
-
-@EACH
-def test_steps_follow_from_epochs(script):
-    assert len(run(script, steps=-1, epochs=0.6, batch_size=4).history) == 1 + 2
+    assert len(cache_of(run(script, steps=2, batch_size=2).out).table) == 2 * (2 * 2 + 3)
 
 
 @EACH
@@ -171,7 +158,24 @@ def test_log_probs_of_another_model_stop_the_run(script, monkeypatch):
         SCRIPTS[script].main(arguments(script, ref="live"))
 
 
-# --- Order and learning rate
+@parametrize("answer", ["chosen", "rejected"])
+def test_cache_that_is_wrong_for_one_kind_of_answer_stops_the_run(answer, tmp_path):
+    args = arguments(steps=1, ref_cache=f"{tmp_path}/cache.pkl")
+    cache = cache_of(run(steps=0).out)
+    for row in dpo.load_rows(args.data, TOKENIZER, args):
+        ids = getattr(row, answer)
+        cache.table[bytes_of(row.prompt), bytes_of(ids)] = (cache[row.prompt, ids] - 1).tobytes()
+    cache.save(args.ref_cache)
+    with bad_input("step 1: policy and reference differ by 5.0e-01"):  # nats per token, the mean of both answers
+        dpo.main(args)
+
+
+# --- Steps, order and learning rate
+
+@EACH
+def test_steps_follow_from_epochs(script):
+    assert len(run(script, steps=-1, epochs=0.6, batch_size=4).history) == 1 + 2
+
 
 def test_batches_are_permutations():
     rows = list(range(10))

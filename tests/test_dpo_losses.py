@@ -81,7 +81,7 @@ def test_metrics_by_hand():
     expected = {
         "rewards/chosen": [40, 2e-4, -1.2], "rewards/rejected": [-20, 0, 0], "rewards/margins": [60, 2e-4, -1.2],
         "rewards/accuracies": [1, 0.5, 0], "logps/chosen": [-20, -35, -3], "logps/rejected": [-24, -31, -4],
-        "logratio": [0.25, 1e-6, 0.03], "nll/chosen": [2.5, 3.5, 1.5]}
+        "logratio": [0.625, 5e-7, 0.015], "nll/chosen": [2.5, 3.5, 1.5]}
     values = metrics(pairs, Args(beta=20.0))
     assert values.keys() == expected.keys()
     for name, value in values.items():

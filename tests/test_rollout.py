@@ -11,7 +11,7 @@ from torch import tensor
 
 import rloo
 from models import MODELS, SMALL, bad_input, build, make, parametrize, slow_but
-from refcache import enable_shared_prompts
+from logprobs import enable_shared_prompts
 from rloo import draw, rollout
 
 RANDOM = torch.Generator().manual_seed(0)

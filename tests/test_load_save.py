@@ -1,0 +1,91 @@
+"""Models as the scripts load and save them: dtypes, weights that are missing, stop tokens."""
+import json
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+from models import ROUNDING, SMALL, bad_input, build, parametrize
+from runs import BOTH, EACH, SCRIPTS, TIED, TINY, TOKENIZER, arguments, load, run, save, tiny
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import dpo
+from logprobs import full_tensor
+
+
+@EACH
+def test_weights_that_train_are_not_rounded_and_a_reference_is(script):
+    """In a run in bfloat16. Whether the checkpoint is float32 or not."""
+    stored = load_file(f"{tiny()}/model.safetensors")
+    policy, reference = (load(None, SCRIPTS[script], trains, dtype="bfloat16") for trains in (True, False))
+    assert all(full_tensor(weight).equal(stored[name]) for name, weight in policy.named_parameters())
+    assert {weight.dtype for weight in reference.parameters()} == {torch.bfloat16}
+    half = save(AutoModelForCausalLM.from_pretrained(tiny()).bfloat16(), "tiny in bfloat16")
+    assert {weight.dtype for weight in load(half, SCRIPTS[script], trains=True).parameters()} == {torch.float32}
+
+
+@parametrize("dtype", ["float32", "bfloat16"])
+def test_model_is_saved_in_the_dtype_of_its_forwards(dtype, tmp_path, monkeypatch):
+    """Integers stay integers, and tied weights are saved once, even if a GPU gives two copies of them."""
+    monkeypatch.setattr(dpo, "get_model_state_dict", lambda *inputs, original=dpo.get_model_state_dict, **options: {
+        name: weight.clone() for name, weight in original(*inputs, **options).items()})
+    folder = save(build("llama", TIED), "tied")
+    policy = load(folder, trains=True, dtype=dtype)
+    policy.register_buffer("count", torch.tensor([70_001]))  # bfloat16 would round it to 70,144
+    dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args(model=folder, dtype=dtype))
+    saved = load_file(tmp_path / "model/model.safetensors")
+    assert saved.pop("count").tolist() == [70_001]
+    assert json.loads((tmp_path / "model/config.json").read_text())["dtype"] == dtype
+    weights = dict(policy.named_parameters())
+    assert saved.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert saved[name].equal(full_tensor(weight).to(getattr(torch, dtype)))
+
+
+@torch.no_grad()
+def test_saved_bfloat16_model_is_the_one_that_was_evaluated(tmp_path):
+    """It routes tokens to experts by weights that stay float32."""
+    folder = save(build(*ROUNDING["ernie-moe-float32-router"]), "router")
+    policy = load(folder, trains=True, dtype="bfloat16")
+    dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args(model=folder, dtype="bfloat16"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()
+    ids = torch.arange(3, 97)[None]
+    assert policy(ids).logits.equal(model(ids).logits)
+
+
+@parametrize("stops, saved", [(None, [3]), ([7, 8], [7, 8, 3]), (3, 3)])
+@BOTH
+def test_saved_model_stops_where_answers_end(script, stops, saved):
+    model = build("llama", TINY)
+    model.generation_config.eos_token_id = stops  # token 3 is <|end|>
+    args = arguments(script, model=save(model, f"stops at {stops}"), steps=1)
+    SCRIPTS[script].main(args)
+    assert json.loads(Path(args.out, "model/generation_config.json").read_text())["eos_token_id"] == saved
+
+
+def test_loss_of_routers_does_not_disturb_sampling():
+    """transformers computes it if the config says so, and fails with a key-value cache."""
+    experts = SMALL | TINY | dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
+    assert len(run("rloo", model=save(build("mixtral", experts), "experts"), steps=1).history) == 2
+
+
+@EACH
+def test_weights_that_are_missing_are_refused(script, tmp_path):
+    """They would stay random."""
+    model = AutoModelForCausalLM.from_pretrained(tiny())
+    state = {name: weight for name, weight in model.state_dict().items() if "up_proj" not in name}
+    model.save_pretrained(tmp_path, state_dict=state)
+    for trains in (True, False):
+        with bad_input(f"{tmp_path} has no weights for model.layers.0.mlp.up_proj"):
+            load(tmp_path, SCRIPTS[script], trains)
+
+
+@EACH
+def test_a_reference_with_another_tokenizer_is_refused(script, tmp_path, monkeypatch):
+    tokenizer = deepcopy(TOKENIZER)
+    tokenizer.add_tokens("another")
+    AutoModelForCausalLM.from_pretrained(tiny()).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with bad_input("has another tokenizer than"):
+        SCRIPTS[script].main(arguments(script, ref_model=str(tmp_path)))
