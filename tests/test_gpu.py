@@ -5,8 +5,9 @@ from models import GROUPS, ON_CUDA, SAMPLES, build, make, parametrize, slow, val
 from runs import SCRIPTS, TIED, needs_peft, run, save
 from test_swap import assert_swap_is_exact
 
-import refcache
-from refcache import Swap, completion_logprobs, enable_shared_prompts
+import logprobs
+from logprobs import completion_logprobs, enable_shared_prompts
+from refcache import Swap
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -29,14 +30,14 @@ def test_float32_equals_the_cpu(name):
 @parametrize("k", SAMPLES)
 @parametrize("name", ON_CUDA)
 def test_bfloat16_kernel_is_as_close_as_the_loop(name, k, monkeypatch):
-    kernel = refcache.varlen_attn
+    kernel = logprobs.varlen_attn
     calls = []
-    monkeypatch.setattr(refcache, "varlen_attn", lambda *args, **options: calls.append(1) or kernel(*args, **options))
+    monkeypatch.setattr(logprobs, "varlen_attn", lambda *args, **options: calls.append(1) or kernel(*args, **options))
     truth = values_and_gradients(slow, make(name), SAMPLES[k])  # float32 on the CPU
     one_kernel = errors(name, SAMPLES[k], truth)
     assert calls
     calls.clear()
-    monkeypatch.setattr(refcache, "one_kernel_serves", lambda query, value: False)
+    monkeypatch.setattr(logprobs, "one_kernel_serves", lambda query, value: False)
     loop = errors(name, SAMPLES[k], truth)
     assert not calls
     for ours, theirs, bound in zip(one_kernel, loop, (0.02, 0.06)):

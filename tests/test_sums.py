@@ -4,19 +4,16 @@ import runpy
 import sys
 
 import pytest
-from rloo import read_rows
 from runs import ROOT, TOKENIZER, read
 
 SUMS = runpy.run_path(str(ROOT / "demo/sums.py"))
-FILES = {"prompts": [], "pairs": ["chosen", "rejected"], "rated": ["completion"]}  # texts beside the prompt
 
 
-def test_files_are_plain_rows_with_no_sum_in_both_and_right_answers(tmp_path):
+def test_no_sum_is_in_both_files_and_the_answers_are_right(tmp_path):
     SUMS["main"](tmp_path)
     questions = {}
     for suffix in ("", "_test"):
-        prompts, pairs, rated = (
-            read_rows(f"{tmp_path}/{name}{suffix}.jsonl", ("prompt", *columns)) for name, columns in FILES.items())
+        prompts, pairs, rated = (read(f"{tmp_path}/{name}{suffix}.jsonl") for name in ("prompts", "pairs", "rated"))
         questions[suffix] = {json.dumps(row["prompt"]) for row in prompts}
         assert questions[suffix] == {json.dumps(row["prompt"]) for row in pairs + rated}
 
