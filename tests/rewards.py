@@ -11,6 +11,10 @@ def letters(completions, **columns):
     return [letter_sum(completion[0]["content"]) for completion in completions]
 
 
+def letters_if_ended(completions, ended, **columns):
+    return [reward if is_whole else None for reward, is_whole in zip(letters(completions), ended)]
+
+
 def noisy(completions, **columns):
     return [value + torch.rand(()).item() for value in letters(completions)]
 
