@@ -31,16 +31,7 @@ def test_benchmark_prints_rows(line, row):
     assert row in start(*line.split())
 
 
-COMMIT = re.compile(r"[0-9a-f]{7,}(-dirty)?|added by [0-9a-f]{7}|unknown")  # unknown: there is no git
-
-
-@pytest.mark.slow
-def test_lines_of_a_gpu_name_the_commit(tmp_path):
-    printed = start("gpu", "speed", "--tiny", "--results", tmp_path / "lines.jsonl")
-    assert "tiny, rloo.py, k=8 | " in printed and "WRONG" not in printed
-    lines = [json.loads(line) for line in open(tmp_path / "lines.jsonl")]
-    assert {line["part"] for line in lines} == {"all", "speed"}
-    assert all(COMMIT.fullmatch(line["commit"]) for line in lines)
+COMMIT = re.compile(r"[0-9a-f]{7,}(-dirty)?|added by [0-9a-f]{7}|unknown")
 
 
 def test_committed_results_name_their_commit():
@@ -60,59 +51,38 @@ def test_scores_join_the_metrics_of_a_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_plot_prints_the_table_of_a_real_model_and_draws_it(tmp_path):
+def test_plot_prints_tables_and_draws(tmp_path):
+    """Of a model's measurements, and of runs: a metric that is null at a step is left out there."""
     pytest.importorskip("matplotlib")
-    table = start("plot", ROOT / "benchmarks/smollm2.json", "--out", tmp_path / "curves.png", folder="tools")
-    assert "| reference pass of `dpo` | " in table and "runs: held-out reward" in table
-    assert (tmp_path / "curves.png").exists()
-
-
-@pytest.mark.slow
-def test_plot_prints_the_table_of_runs_and_draws_them(tmp_path):
-    """A metric that is null at a step is left out there."""
-    pytest.importorskip("matplotlib")
-    runs = ROOT.glob("benchmarks/runs/kto_sums-*")
-    table = start("plot", *runs, "--out", tmp_path / "curves.png", folder="tools")
+    picture = tmp_path / "curves.png"
+    table = start("plot", ROOT / "benchmarks/smollm2.json", "--out", picture, folder="tools")
+    assert "| reference pass of `dpo` | " in table and picture.exists()
+    table = start("plot", *ROOT.glob("benchmarks/runs/kto_sums-*"), "--out", picture, folder="tools")
     assert re.search(r"\| eval_(score|reward) \| 0\.\d+ ± 0\.\d+ \| ", table)
-    assert (tmp_path / "curves.png").exists()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_kl": 0.5}\n{"step": 1, "eval_kl": null}\n')
+    assert "| eval_kl | 0.500 | 0.500 |" in start("plot", tmp_path, "--out", picture, folder="tools")
 
-    lines = ['{"step": 0, "eval_kl": 0.5}\n', '{"step": 1, "eval_kl": null}\n']
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    table = start("plot", tmp_path, "--out", tmp_path / "curves.png", folder="tools")
-    assert "| eval_kl | 0.500 | 0.500 |" in table
-
-
-@pytest.mark.slow
-def test_frontier_prints_its_table_and_draws_it(tmp_path):
-    pytest.importorskip("matplotlib")
     results = ROOT / "benchmarks/frontier.jsonl"
-    table = start("frontier", "--results", results, "--figure", tmp_path / "f.png", folder="demo")
-    assert (ROOT / "benchmarks/README.md").read_text().count(table) == 1
-    assert (tmp_path / "f.png").exists()
+    table = start("frontier", "--results", results, "--figure", tmp_path / "frontier.png", folder="demo")
+    assert (ROOT / "benchmarks/README.md").read_text().count(table) == 1 and (tmp_path / "frontier.png").exists()
 
 
 @pytest.mark.slow
-def test_cache_becomes_columns_and_a_cache_again(tmp_path):
+def test_trl_fills_a_cache_for_dpo_and_columns_become_a_cache_again(tmp_path, capsys):
+    """dpo.py finds all log-probs of the training data in its file."""
     pytest.importorskip("trl")
     import datasets
+    subprocess.run([sys.executable, f"{ROOT}/demo/trl_cache.py"], cwd=tmp_path, check=True)
+    assert (tmp_path / "out/trl/checkpoint-10/model.safetensors").exists()
+    dpo.main(dpo.Args(ref_cache=f"{tmp_path}/reference_logprobs.pkl", steps=0, out=f"{tmp_path}/out/dpo"))
+    assert "2000 answers are cached" in capsys.readouterr().out
+
     names = runpy.run_path(f"{ROOT}/demo/trl_cache.py")
     groups = [((5, 6), [(7, 8), (9,)]), ((5,), [(7,), (8, 9, 10)])]
     cache = ReferenceCache(reference="a")
     cache.compute(load(), groups)
-
     rows = [dict(prompt_ids=x, chosen_ids=w, rejected_ids=l) for x, (w, l) in groups]
-    names["add_columns"](datasets.Dataset.from_list(rows), cache).save_to_disk(tmp_path)
-    published = datasets.load_from_disk(tmp_path)
+    published = names["add_columns"](datasets.Dataset.from_list(rows), cache)
     for row, (x, (w, l)) in zip(published, groups):
         assert (row["ref_chosen_logps"], row["ref_rejected_logps"]) == (cache[x, w].sum(), cache[x, l].sum())
     assert names["read_columns"](published, reference="a").table == cache.table
-
-
-@pytest.mark.slow
-def test_trl_with_a_cache(tmp_path, capsys):
-    """dpo.py finds all log-probs of the training data in its file."""
-    pytest.importorskip("trl")
-    subprocess.run([sys.executable, f"{ROOT}/demo/trl_cache.py"], cwd=tmp_path, check=True)
-    assert (tmp_path / "out/trl/checkpoint-10/model.safetensors").exists()
-    dpo.main(dpo.Args(ref_cache=f"{tmp_path}/reference_logprobs.pkl", steps=0, out=f"{tmp_path}/out/dpo"))
-    assert "2000 answers are in the cache, 256 are computed now" in capsys.readouterr().out

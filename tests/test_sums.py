@@ -1,41 +1,31 @@
-"""demo/sums.py and demo/get_model.py: data, reward and model of the README's hello world."""
+"""demo/sums.py, get_model.py and frontier.py: data, rewards and model of the README's examples."""
 import json
 import runpy
-import sys
 
-import pytest
-from runs import ROOT, TOKENIZER, read
-
-SUMS = runpy.run_path(str(ROOT / "demo/sums.py"))
+from runs import ROOT, TOKENIZER, read, said
 
 
 def test_no_sum_is_in_both_files_and_the_answers_are_right(tmp_path):
-    SUMS["main"](tmp_path)
+    sums = runpy.run_path(str(ROOT / "demo/sums.py"))
+    sums["main"](tmp_path)
     questions = {}
     for suffix in ("", "_test"):
         prompts, pairs, rated = (read(f"{tmp_path}/{name}{suffix}.jsonl") for name in ("prompts", "pairs", "rated"))
         questions[suffix] = {json.dumps(row["prompt"]) for row in prompts}
         assert questions[suffix] == {json.dumps(row["prompt"]) for row in pairs + rated}
-
         for name, expected in (("chosen", 1.0), ("rejected", 0.0)):
-            assert {SUMS["right"]([], [row[name]], [row["answer"]])[0] for row in pairs} == {expected}
-        rewards = SUMS["right"]([], [row["completion"] for row in rated], [row["answer"] for row in rated])
+            assert {sums["right"]([], [row[name]], [row["answer"]])[0] for row in pairs} == {expected}
+        rewards = sums["right"]([], [row["completion"] for row in rated], [row["answer"] for row in rated])
         assert rewards == [float(row["label"]) for row in rated]
     assert questions[""] and questions["_test"] and not questions[""] & questions["_test"]
 
 
-def test_gemma_needs_its_terms_to_be_accepted(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["get_model.py", "gemma3", str(tmp_path / "model")])
-    with pytest.raises(SystemExit, match="--accept_gemma_terms"):
-        runpy.run_path(str(ROOT / "demo/get_model.py"), run_name="__main__")
-
-
 def test_plain_template_ends_answers_and_keeps_prompts():
     template = runpy.run_path(str(ROOT / "demo/get_model.py"))["PLAIN_TEMPLATE"]
-    chat = [{"role": "user", "content": "3 + 5?"}, {"role": "assistant", "content": "8"}]
+    question, answer = said("3 + 5?", "user"), said("8")
     prompt, whole = (
         TOKENIZER.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=begins)
-        for messages, begins in ((chat[:1], True), (chat, False)))
+        for messages, begins in ((question, True), (question + answer, False)))
     assert prompt.endswith("User: 3 + 5?\nAssistant:") and whole == f"{prompt} 8{TOKENIZER.eos_token}\n"
 
 
@@ -49,13 +39,5 @@ def test_frontier_ranks_samples_and_holds_things_out(tmp_path):
     rewards = [[0.1, 0.7, -0.4], [0.5, 0.5, 0.5]]  # the second prompt has no best sample
     samples = [train[i] | {"completion": str(x), "reward": x} for i in range(2) for x in rewards[i]]
     frontier["write_pairs"](tmp_path, samples)
-    chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("0.7", "-0.4"))
-    assert read(tmp_path / "pairs.jsonl") == [train[0] | {"chosen": chosen, "rejected": rejected}]
+    assert read(tmp_path / "pairs.jsonl") == [train[0] | {"chosen": said("0.7"), "rejected": said("-0.4")}]
     assert [row["label"] for row in read(tmp_path / "rated.jsonl")] == [True, False]
-
-
-def test_frontier_rewards_positive_sentences():
-    pytest.importorskip("vaderSentiment")
-    positive = runpy.run_path(str(ROOT / "demo/frontier.py"))["positive"]
-    good, bad = positive([[{"role": "assistant", "content": text}] for text in ("A lovely day.", "A horrible day.")])
-    assert good > 0.5 and bad < -0.5
