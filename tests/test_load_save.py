@@ -3,7 +3,6 @@ import json
 from copy import deepcopy
 from pathlib import Path
 
-import pytest
 import torch
 from models import ROUNDING, SMALL, bad_input, build, parametrize
 from runs import BOTH, EACH, SCRIPTS, TIED, TINY, TOKENIZER, arguments, load, run, save, tiny

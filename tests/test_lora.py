@@ -57,12 +57,12 @@ def test_sft_adapter_trains_and_is_saved(config, tmp_path):
         assert difference(load_saved(tmp_path / "model"), policy) < 1e-5
 
 
-@parametrize("flags, r, alpha, n", [
-    (dict(lora_r=4), 4, 8, 7), (dict(lora_r=2, lora_alpha=3.0, lora_target=("q_proj", "v_proj", "typo")), 2, 3, 2)])
-def test_rank_alpha_and_target_are_those_of_the_flags(flags, r, alpha, n, capsys):
-    config = load(trains=True, **flags).peft_config["default"]
-    names = capsys.readouterr().out.split("LoRA in ")[1].split("\n")[0]
-    assert (config.r, config.lora_alpha, len(names.split())) == (r, alpha, n)
+@parametrize("flags, expected", [
+    (dict(lora_r=4), (4, 8, 7)), (dict(lora_r=2, lora_alpha=3.0, lora_target=("q_proj", "v_proj")), (2, 3, 2))])
+def test_rank_alpha_and_target_are_those_of_the_flags(flags, expected):
+    policy = load(trains=True, **flags)
+    config = policy.peft_config["default"]
+    assert (config.r, config.lora_alpha, len(policy.targeted_module_names)) == expected
 
 
 def test_a_new_adapter_depends_on_the_seed_only():
@@ -98,12 +98,10 @@ def test_float32_adapter_on_a_bfloat16_base_is_exact(config):
 
 
 @parametrize("trains", [True, False])
-@parametrize("keep, prefix", [(slice(None), "other."), (slice(None, None, 2), "")])
-def test_adapter_whose_weights_do_not_fit_is_refused(keep, prefix, trains):
+def test_adapter_whose_weights_do_not_fit_is_refused(trains):
     """The others would be those of a new adapter, with which the model is the base."""
-    path = adapt(f"misfit {keep} {trains}") + "/adapter_model.safetensors"
-    kept = list(load_file(path).items())[keep]
-    save_file({name.replace("model.layers", f"{prefix}model.layers"): tensor for name, tensor in kept}, path)
+    path = adapt(f"misfit {trains}") + "/adapter_model.safetensors"
+    save_file(dict(list(load_file(path).items())[::2]), path)
     with bad_input("has no weights for base_model.model.*lora_"):
         load(str(Path(path).parent), trains=trains)
 

@@ -6,7 +6,7 @@ from runs import ROOT, said
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from demo.reward_model import load, score
+from demo.reward_model import score
 
 QUESTION = said("Soup?", "user")
 BEGUN = QUESTION + said("The")
@@ -68,8 +68,3 @@ def test_sample_that_is_too_long_has_none(tmp_path, monkeypatch):
     n = len(AutoTokenizer.from_pretrained(tmp_path)("Soup?").input_ids) - 1  # with BOS, without EOS
     found = score(["Soup?"] * 3, [" tea" * (20 - n + more) for more in (0, 1, -1)], [False] * 3)
     assert [value is None for value in found] == [False, True, False]
-
-
-def test_classifier_with_two_outputs_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no classifier with one output"):
-        load(make(tmp_path, num_labels=2))

@@ -2,15 +2,14 @@
 import math
 import sys
 from copy import deepcopy
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from models import bad_input, parametrize
+from models import parametrize
 from rewards import letter_sum
-from runs import REWARDS, ROOT, TOKENIZER, arguments, data, distance, read, run, tiny
+from runs import REWARDS, ROOT, TOKENIZER, data, distance, read, run, said, tiny
 from slow_losses import model_with_many_ends
 from slow_samples import BETA, add_logps, batch_of
 from torch import tensor
@@ -18,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 import rloo
 import slow_samples
-from rloo import Args, Row, Samples, compute_rewards, leave_one_out, learning_rate, main, policy_loss, rollout
+from rloo import Args, Row, Samples, compute_rewards, leave_one_out, learning_rate, policy_loss, rollout
 
 MODEL = model_with_many_ends()
 NAN = math.nan
-ENDED = (f"{REWARDS}:letters_if_ended",)
+IF_ENDED = (f"{REWARDS}:letters_if_ended",)
 DEMO = dict(model=f"{ROOT}/demo/model", max_new_tokens=12, updates_per_rollout=2, temperature=0.8, beta=BETA)
 FLAGS = dict(model=MODEL, steps=2, batch_size=4, lr=1e-3, warmup=0.1)
 
@@ -44,15 +43,10 @@ def rolled(**changes):
     return one
 
 
-def scores_of(samples):
-    return tensor([list(map(letter_sum, texts)) for texts in samples.texts])
-
-
-def lines_of(samples, rows, **common):
-    """Lines of samples.jsonl."""
-    return [
-        common | dict(prompt=row["prompt"], completion=text, reward=pytest.approx(letter_sum(text)))
-        for row, texts in zip(rows, samples.texts) for text in texts]
+def scores_of(samples, args):
+    """The rewards of the tests, (B, k)."""
+    scores = tensor([list(map(letter_sum, texts)) for texts in samples.texts])
+    return scores.where(samples.ended, NAN) if args.reward[:1] == IF_ENDED else scores
 
 
 # --- Advantages and loss, by hand
@@ -73,16 +67,18 @@ def test_policy_loss_and_gradient_by_hand():
     losses.sum().backward()
     assert losses.tolist() == pytest.approx([2, -2.4, 3, -1, 1.6, -1.2, 0], abs=1e-4)
     assert logps.grad.tolist() == pytest.approx([2, 0, 3, -1, 0, 0, 0], abs=1e-4)
-    assert is_clipped.nonzero().flatten().tolist() == [1, 4, 5]  # where no gradient passes, but for advantage 0
+    assert is_clipped.tolist() == [False, True, False, False, True, True, False]
 
 
 # --- Rewards
 
+TEXTS = [" soup", " tea"], [" bread", " cake"]
+
+
 def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
-    """Rewards of the samples soup and tea of one prompt, bread and cake of another."""
-    texts = [[" soup", " tea"], [" bread", " cake"]]
-    groups = [((1,), [tuple(TOKENIZER(text).input_ids) for text in row]) for row in texts]
-    samples = Samples(groups, texts, torch.ones(2, 2, 1), tensor([[True, False], [True, True]]), None, None)
+    """Rewards of two samples of each of two prompts."""
+    groups = [((1,), [tuple(TOKENIZER(text).input_ids) for text in texts]) for texts in TEXTS]
+    samples = Samples(groups, TEXTS, torch.ones(2, 2, 1), tensor([[True, False], [True, True]]), None, None)
     named = [(f"f{i}", function) for i, function in enumerate(functions)]
     return compute_rewards(samples, [Row((1,), dict(row)) for row in rows], named)
 
@@ -90,9 +86,9 @@ def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
 def test_rewards_are_summed_and_none_is_left_out():
     """Also those of a generator and of a tensor."""
     functions = (lambda **_: (value for value in (1, None, None, 4))), (lambda **_: tensor([1, 2, 3, 4]))
-    totals = [score(*functions[:n])[0].nan_to_num(-1).tolist() for n in (1, 2)]
-    assert totals == [[[1, -1], [-1, 4]], [[2, 2], [3, 8]]]
-    found = score(*functions)[1]
+    assert score(functions[0])[0].nan_to_num(-1).tolist() == [[1, -1], [-1, 4]]
+    total, found = score(*functions)
+    assert total.tolist() == [[2, 2], [3, 8]]
     assert found["f0"].nan_to_num(-1).tolist() == [[1, -1], [-1, 4]] and found["f1"].tolist() == [[1, 2], [3, 4]]
 
 
@@ -100,8 +96,8 @@ def test_reward_file_is_loaded_once_with_what_lies_beside_it(tmp_path):
     """A process pool finds a function by the name of its module."""
     (tmp_path / "beside.py").touch()
     (tmp_path / "own_reward.py").write_text("import beside\ndef f(): return 3\ng = f")
-    (f, one), (g, two) = (rloo.load_reward(f"{tmp_path}/own_reward.py:{name}") for name in "fg")
-    assert (f, g) == ("f", "g") and one is two and one() == 3 and sys.modules["own_reward"].f is one
+    (name, f), (_, g) = (rloo.load_reward(f"{tmp_path}/own_reward.py:{name}") for name in "fg")
+    assert name == "f" and f is g and f() == 3 and sys.modules["own_reward"].f is f
 
 
 def test_each_sample_has_columns_of_its_own():
@@ -113,22 +109,14 @@ def test_each_sample_has_columns_of_its_own():
         return list(map(len, columns["prompts"]))
 
     seen = []
-    x, z = [dict(role="user", content="a")], [dict(role="user", content="b")]
+    a, b = said("a", "user"), said("b", "user")
     for _ in range(2):
-        rewards, _ = score(reward, rows=[dict(prompt=x, thing=[1]), dict(prompt=z, thing=None)])
+        rewards, _ = score(reward, rows=[dict(prompt=a, thing=[1]), dict(prompt=b, thing=None)])
         assert rewards.tolist() == [[2, 2], [2, 2]]
-    texts = [" soup", " tea", " bread", " cake"]
+    texts = [*TEXTS[0], *TEXTS[1]]
     assert seen == 2 * [dict(
-        prompts=[x, x, z, z], completions=[[dict(role="assistant", content=text)] for text in texts],
-        completion_ids=TOKENIZER(texts).input_ids, ended=[True, False, True, True], thing=[[1], [1], None, None])]
-
-
-def test_texts_have_no_special_tokens():
-    """As in TRL. They are in completion_ids."""
-    samples = rolled(**DEMO).steps[0]
-    ys = samples.groups[0][1]
-    assert any(y[-1] == TOKENIZER.eos_token_id for y in ys)
-    assert samples.texts[0] == [TOKENIZER.decode([token for token in y if token > 3]) for y in ys]
+        prompts=[a, a, b, b], completions=list(map(said, texts)), completion_ids=TOKENIZER(texts).input_ids,
+        ended=[True, False, True, True], thing=[[1], [1], None, None])]
 
 
 def test_step_without_any_reward_trains_nothing():
@@ -140,26 +128,22 @@ def test_step_without_any_reward_trains_nothing():
     one, two = runs
     assert [values["frac_reward_none"] for values in two.history[1:]] == [0, 1]
     assert two.history[2]["reward"] is None and distance(one, two) == 0 < one.history[1]["grad_norm"]
-    for file in ("metrics", "samples"):
-        text = (two.out / f"{file}.jsonl").read_text()
-        assert "null" in text and "NaN" not in text  # strict JSON
+    assert "NaN" not in "".join((two.out / f"{log}.jsonl").read_text() for log in ("metrics", "samples"))
 
 
 # --- Training
 
-@parametrize("changes", [DEMO | dict(reward=ENDED), dict(
+@parametrize("changes", [DEMO | dict(reward=IF_ENDED), dict(
     ref="live", ref_model=tiny(1), tokens_per_forward=60, rollout_tokens=60, gradient_checkpointing=True, beta=BETA)])
 def test_training_equals_a_slow_loop(changes):
+    """The texts that a reward gets have no special tokens."""
     one = rolled(**changes)
-    args = replace(Args(lr=1e-3), **changes)
-    begin = (FLAGS | changes)["model"]
-    policy, reference = map(AutoModelForCausalLM.from_pretrained, (begin, changes.get("ref_model", begin)))
+    args = one.args
+    policy, reference = map(AutoModelForCausalLM.from_pretrained, (args.model, args.ref_model or args.model))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
-    for step, samples in enumerate(one.steps, 1):
-        rewards = scores_of(samples)
-        if args.reward == ENDED:
-            rewards = rewards.where(samples.ended, NAN)
-        batch = batch_of(samples, rewards, policy, reference, args.temperature)
+    for step, (samples, values) in enumerate(zip(one.steps, one.history[1:], strict=True), start=1):
+        assert samples.texts[0] == [TOKENIZER.decode([token for token in y if token > 3]) for y in samples.groups[0][1]]
+        batch = batch_of(samples, scores_of(samples, args), policy, reference, args.temperature)
         optimizer.param_groups[0]["lr"] = learning_rate(step, 2, args)
         for _ in range(args.updates_per_rollout):
             add_logps(policy, batch, args.temperature)
@@ -168,9 +152,9 @@ def test_training_equals_a_slow_loop(changes):
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
             optimizer.step()
-        kl = torch.cat([y.old - y.ref for prompt in batch for y in prompt])
-        assert loss.item() == pytest.approx(one.history[step]["loss"], abs=1e-3)
-        assert kl.mean().item() == pytest.approx(one.history[step]["kl"], abs=1e-3)
+        kl = torch.cat([y.old - y.ref for prompt in batch for y in prompt]).mean().item()
+        assert [values["loss"], values["kl"]] == pytest.approx([loss.item(), kl], abs=1e-3)
+        assert values["sampling/sampling_logp_difference/max"] < 1e-4, "it is of the policy that sampled"
     assert any(0 < values["completions/clipped_ratio"] < 1 for values in one.history[1:])
     assert (max(values["clip_ratio"] for values in one.history[1:]) > 0) == (args.updates_per_rollout > 1)
     gaps = torch.cat([(p - one.weights[name]).abs().flatten() for name, p in policy.named_parameters()])
@@ -179,27 +163,27 @@ def test_training_equals_a_slow_loop(changes):
 
 # --- Samples and files
 
-def test_files_hold_the_samples_and_metrics_of_the_run():
+def test_files_hold_the_samples_of_the_run():
+    """In evaluations k is 1."""
     one = rolled(steps=3, eval_every=2)
     train, held_out = map(read, data("rloo"))
-    rows = rloo.rows_in_order(train, 12, 0)
-    evaluations = dict(zip((0, 2, 3), one.evaluations, strict=True))
-    expected = []
-    for step, values in enumerate(one.history):
-        if step:
-            expected += lines_of(one.steps[step - 1], rows[4 * step - 4:], step=step, held_out=False)
-        assert ("eval_reward" in values) == (step in evaluations)
-        if step in evaluations:
-            expected += lines_of(evaluations[step], held_out, step=step, held_out=True)
-            assert values["eval_reward"] == pytest.approx(scores_of(evaluations[step]).mean().item())
-    assert read(one.out / "samples.jsonl") == expected and len(expected) == 3 * 16 + 3 * 3  # k is 1 in evaluations
+    parts = [(0, held_out, True), *((step, rloo.rows_in_order(train, 12, 0)[4 * step - 4:4 * step], False)
+                                    for step in (1, 2)), (2, held_out, True)]
+    samples = [one.evaluations[0], *one.steps[:2], one.evaluations[1]]
+    lines = iter(read(one.out / "samples.jsonl"))
+    for (step, rows, is_held_out), part in zip(parts, samples):
+        for row, texts in zip(rows, part.texts, strict=True):
+            for text in texts:
+                line = dict(step=step, held_out=is_held_out, prompt=row["prompt"], completion=text)
+                assert next(lines) == line | dict(reward=pytest.approx(letter_sum(text)))
+    assert len(list(lines)) == 16 + 3 and len(one.evaluations) == 3
 
 
 def test_metrics_by_hand():
     """Equal texts count once. Only prompts are independent: 1 and 4 are the means of two."""
     mask = tensor([[[1, 1, 1], [1, 0, 0]]] * 2)
-    ended = tensor([[True, False], [True, True]])
-    samples = Samples(None, [["a", "b"], ["b", ""]], mask, ended, None, entropy=torch.full((2, 2), 3.0))
+    samples = Samples(None, [["a", "b"], ["b", ""]], mask, tensor([[True, False], [True, True]]), None,
+                      entropy=torch.full((2, 2), 3.0))
     rewards, logps = tensor([[1.0, NAN], [2.0, 6.0]]), -0.25 * mask
     of_functions = {"f": tensor([[NAN, NAN], [2.0, 4.0]])}
     assert rloo.metrics(samples, rewards, of_functions, logps, 2 * logps, Args()) == pytest.approx({
@@ -212,43 +196,28 @@ def test_metrics_by_hand():
     assert math.isnan(rloo.standard_error(means[:1]))
 
 
-def test_sampling_logp_difference_is_of_tokens(monkeypatch):
-    def another_sampler(*inputs, **options):
-        samples = rollout(*inputs, **options)
-        samples.logps[0, 0, 0] += 0.02
-        return samples
-
-    monkeypatch.setattr(rloo, "rollout", another_sampler)
-    values = main(arguments("rloo", **FLAGS | dict(steps=1, updates_per_rollout=2)))[1]
-    found = [values[f"sampling/sampling_logp_difference/{name}"] for name in ("max", "mean")]
-    assert found == pytest.approx([0.02, 0.02 / 16 / values["completions/mean_length"]], abs=1e-4, rel=0.01)
-
-
 def test_steps_0_samples_and_scores_a_frozen_model():
-    """k samples of each held-out prompt. The KL is to --ref_model."""
-    one = rolled(steps=0, k=3, ref_model=tiny(1), reward=(*ENDED, f"{REWARDS}:silent"), temperature=0.8)
+    """k samples of each held-out prompt. The KL is to --ref_model. Rewards are None unevenly."""
+    one = rolled(steps=0, k=3, ref_model=tiny(1), reward=(*IF_ENDED, f"{REWARDS}:silent"), temperature=0.8)
     samples, = one.evaluations
-    rewards = scores_of(samples).where(samples.ended, NAN)
-    lines = read(one.out / "samples.jsonl")
-    assert [line["completion"] for line in lines] == sum(samples.texts, []) and len(lines) == 9
-    found = [NAN if line["reward"] is None else line["reward"] for line in lines]
-    assert found == pytest.approx(rewards.flatten().tolist(), nan_ok=True)
-    assert not any(p.requires_grad for p in one.policy.parameters()) and not (one.out / "model").exists()
-
     values, = one.history
+    assert not any(p.requires_grad for p in one.policy.parameters()) and not (one.out / "model").exists()
+    assert [line["completion"] for line in read(one.out / "samples.jsonl")] == sum(samples.texts, [])
+
+    rewards = scores_of(samples, one.args)
     batch = batch_of(samples, rewards, *map(AutoModelForCausalLM.from_pretrained, (MODEL, tiny(1))), 0.8)
     kls = [sum(y.old - y.ref).item() for prompt in batch for y in prompt]
     assert values["eval_kl_per_answer"] == pytest.approx(np.mean(kls), abs=1e-4)
-    means = [np.mean([x for x in row if x == x]) for row in rewards.tolist() if any(x == x for x in row)]
-    assert len({row.isnan().sum().item() for row in rewards}) > 1, "they are None unevenly"
-    assert values["eval_reward"] == pytest.approx(np.mean(means))
-    assert values["eval_reward_stderr"] == pytest.approx(np.std(means, ddof=1) / len(means)**0.5)
+    known = [row[~row.isnan()].tolist() for row in rewards]
+    assert len(set(map(len, known))) > 1
+    means = [np.mean(row) for row in known if row]
+    expected = [np.mean(means), np.std(means, ddof=1) / len(means)**0.5]
+    assert [values["eval_reward"], values["eval_reward_stderr"]] == pytest.approx(expected)
     assert values["eval_rewards/silent"] is values["eval_rewards/silent_stderr"] is None
 
 
 def test_steps_0_needs_no_reward_and_no_held_out_file():
     none = rolled(steps=0, k=1, reward=(), eval_data=None)
-    lines, rows = read(none.out / "samples.jsonl"), read(data("rloo")[0])
-    assert [line["prompt"] for line in lines] == [row["prompt"] for row in rows]
+    assert [line["prompt"] for line in read(none.out / "samples.jsonl")] == [x["prompt"] for x in read(data("rloo")[0])]
     assert none.history[0]["eval_reward"] is None and "eval_kl" not in none.history[0]
     assert "kl" not in rolled(beta=0.0).history[2]

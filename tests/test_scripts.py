@@ -82,8 +82,7 @@ def test_wrong_input_is_one_line_and_a_full_gpu_gets_advice(script, tmp_path, ca
 
 
 @EACH
-def test_demo_keeps_the_flags_that_are_given(script, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_demo_keeps_the_flags_that_are_given(script):
     resolve, Args = SCRIPTS[script].resolve, SCRIPTS[script].Args
     args = resolve(Args(max_length=99))
     assert all(Path(path).exists() for path in (args.model, args.data, args.eval_data))

@@ -36,8 +36,7 @@ def test_frontier_ranks_samples_and_holds_things_out(tmp_path):
     assert len(train) == 252 and len(held_out) == 48
     assert not any("the sea at night" in str(row) for row in train)
 
-    rewards = [[0.1, 0.7, -0.4], [0.5, 0.5, 0.5]]  # the second prompt has no best sample
-    samples = [train[i] | {"completion": str(x), "reward": x} for i in range(2) for x in rewards[i]]
+    samples = [train[0] | {"completion": str(reward), "reward": reward} for reward in (0.1, 0.7, -0.4)]
     frontier["write_pairs"](tmp_path, samples)
     assert read(tmp_path / "pairs.jsonl") == [train[0] | {"chosen": said("0.7"), "rejected": said("-0.4")}]
     assert [row["label"] for row in read(tmp_path / "rated.jsonl")] == [True, False]
