@@ -6,7 +6,7 @@ import json
 
 import pytest
 from models import bad_input, parametrize
-from runs import BOTH, EACH, PLAIN, SCRIPTS, TOKENIZER, arguments, byte_level, said
+from runs import BOTH, PLAIN, SCRIPTS, TOKENIZER, arguments, byte_level, said
 
 import dpo
 import kto
@@ -83,35 +83,33 @@ def test_a_token_across_the_boundary_belongs_to_both_answers(load, ends):
     """Also if it spans the prompt's end in one of them. In kto.py each answer has a prompt of its own."""
     row, = load([text("The tea wa|" + "|".join(ends))], TOKENIZER)
     tea, prompt = (tuple(TOKENIZER(begin).input_ids) for begin in ("The tea", "The tea wa"))
-    assert row.prompt == (tea if "s" in ends[0][0] + ends[1][0] else prompt)
+    assert row.prompt == (prompt if ends[0] == " warm." else tea)
     for end, answer in zip(ends, (row.chosen, row.rejected)):
-        ids = tuple(TOKENIZER(f"The tea wa{end}<|end|>").input_ids)
         single, = load([text(f"The tea wa|{end}|")], TOKENIZER, kto)
-        assert row.prompt + answer == single.prompt + single.completion == ids
         assert single.prompt == (tea if end[0] == "s" else prompt)
+        ids = tuple(TOKENIZER(f"The tea wa{end}<|end|>").input_ids)
+        assert row.prompt + answer == single.prompt + single.completion == ids
 
 
-@EACH
-def test_rows_keep_their_order_over_several_batches_and_share_their_numbers(load, script):
+def test_rows_keep_their_order_over_several_batches_and_share_their_numbers(load):
     rows = [text(f"Tea {i}|{' warm' * (i % 3 + 1)}| b") for i in range(1100)]
-    loaded = load(rows, TOKENIZER, SCRIPTS[script])
+    loaded = load(rows, TOKENIZER)
     assert [TOKENIZER.decode(row.prompt) for row in loaded] == [row["prompt"] for row in rows]
-    numbers = [number for row in loaded for number in row.prompt]
-    assert script == "rloo" or len(set(map(id, numbers))) == len(set(numbers))
-    assert script != "dpo" or TOKENIZER.decode(loaded[-1].chosen) == rows[-1]["chosen"] + "<|end|>"
+    assert TOKENIZER.decode(loaded[-1].chosen) == rows[-1]["chosen"] + "<|end|>"
+    numbers = [number for row in loaded for number in row.prompt + row.chosen]
+    assert len(set(map(id, numbers))) == len(set(numbers))
 
 
 def test_labels_rewards_and_columns_of_rloo(load):
     labels = [True, 1, 1.0, False, 0, 0.0]
     rows = load([TEXT | dict(label=label) for label in labels], script=kto)
     assert [row.is_desirable for row in rows] == list(map(bool, labels))
-    with bad_input("rows.jsonl: a label is 'true': expected true or false"):  # it would count as true
+    with bad_input("a label is 'true': expected true or false"):  # it would count as true
         load([TEXT | dict(label="true")], script=kto)
 
     rated = TEXT | dict(chosen_reward=2, rejected_reward=-0.5)
     assert load([rated])[0].rewards == (0.0, 0.0)
     assert load([rated], loss=("sft", "rpo_sq"))[0].rewards == (2.0, -0.5)
-
     rows = [dict(prompt="The tea"), dict(prompt="The soup", answer=[4])]
     assert [row.columns for row in load(rows, script=rloo)] == [rows[0] | dict(answer=None), rows[1]]
 
@@ -129,11 +127,9 @@ def test_equal_and_empty_rows_are_dropped_and_counted(load, capsys, script, bad)
 
 
 @parametrize("script, n_tokens", [("dpo", 18), ("kto", 18), ("rloo", 7)])  # "The tea was warm.</s>"
-def test_long_rows_are_dropped_and_counted(load, capsys, script, n_tokens):
-    rows = [TEXT, TEXT | dict(prompt="The tea!"), TEXT | dict(prompt="!" * 300), TEXT]
+def test_long_rows_are_dropped(load, script, n_tokens):
     module = SCRIPTS[script]
-    assert len(load(rows, script=module, max_length=n_tokens)) == 2
-    assert "rows.jsonl: 2 of 4 " in capsys.readouterr().out
+    assert len(load([TEXT, TEXT | dict(prompt="The tea!"), TEXT], script=module, max_length=n_tokens)) == 2
     args = module.resolve(arguments(script, max_length=1000))  # the model has 256 positions, a sample 6 of them
     assert args.max_length == (250 if script == "rloo" else 256)
 

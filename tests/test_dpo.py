@@ -5,13 +5,13 @@ import sys
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from models import bad_input, parametrize
 from runs import (
-    BOTH, EACH, SCRIPTS, TOKENIZER, arguments, distance, read, run, run_until, same, same_metrics, tiny, without_speed)
-from transformers import AutoModelForCausalLM, AutoTokenizer
+    BOTH, EACH, SCRIPTS, TOKENIZER, arguments, read, run, run_until, same, tiny, without_speed)
+from transformers import AutoTokenizer
 
 import dpo
 from dpo import Args, learning_rate, rows_in_order
@@ -28,11 +28,10 @@ def cache_of(out):
 
 # --- A run, and what it leaves
 
-def test_losses_of_step_0_are_weighted_and_accuracies_are_a_half():
+def test_losses_of_step_0_are_weighted():
     """At the reference ipo is 1 / (2 β)², and sigmoid ln 2."""
-    before, first = run(steps=1, loss=("ipo", "sigmoid"), loss_weights=(0.5, 1.0)).history
+    before, first = run(steps=1, loss=("ipo", "sigmoid"), loss_weights=(0.5, 1.0), max_grad_norm=0.0).history
     assert [before["eval_loss"], first["loss"]] == pytest.approx([0.5 * 25 + math.log(2)] * 2, abs=1e-3)
-    assert before["eval_rewards/accuracies"] == first["rewards/accuracies"] == 0.5
 
 
 def test_files_of_a_finished_run():
@@ -41,7 +40,6 @@ def test_files_of_a_finished_run():
     assert names == {"model", "metrics.jsonl", "args.json", "reference_logprobs.pkl"}  # no checkpoint
     assert without_speed(read(first.out / "metrics.jsonl")) == first.history
     assert [step for step, line in enumerate(first.history) if "eval_loss" in line] == [0, 2, 3]
-    assert AutoModelForCausalLM.from_pretrained(first.model).config._attn_implementation == "sdpa"
     assert AutoTokenizer.from_pretrained(first.model).chat_template == TOKENIZER.chat_template
 
 
@@ -58,21 +56,6 @@ def test_every_metric_is_explained(script):
 def test_memory_flags_change_memory_only(script):
     flags = dict(tokens_per_forward=90 if script == "dpo" else 40, gradient_checkpointing=True)  # divides all batches
     assert same(run(script, **FIRST), run(script, **FIRST, **flags), 1e-4)
-
-
-@EACH
-def test_a_forward_that_only_fsdp_needs_counts_nothing(script, monkeypatch):
-    expected, module = run(script).history, SCRIPTS[script]
-    monkeypatch.setattr(module, "micro_batches", lambda *inputs, original=module.micro_batches: (
-        [*original(*inputs), ([0], 0)]))
-    assert same_metrics(without_speed(module.main(arguments(script))), expected)
-
-
-@parametrize("script", ["dpo", "rloo"])
-def test_max_grad_norm_0_does_not_clip(script):
-    one, two, clipped = (run(script, steps=1, max_grad_norm=bound) for bound in (0.0, 1e9, 1e-9))
-    assert same(one, two) and distance(one, clipped) > 1e-3
-    assert one.history[1]["grad_norm"] == clipped.history[1]["grad_norm"] > 0.01
 
 
 @BOTH
@@ -100,16 +83,15 @@ def test_finished_folder_is_refused_but_without_out_the_next_one_is_taken(script
 
 
 def test_wandb_gets_every_line_of_metrics_once_and_finds_the_run_in_the_folder(monkeypatch):
-    begun, logged = [], []
-    stand_in = SimpleNamespace(init=lambda **options: begun.append(options),
-                               log=lambda values, step: logged.append((step, values)))
-    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    wandb = mock.Mock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     args = arguments(wandb=True, save_every=1)
     run_until("replace model", dpo.main, args)
     dpo.main(args)  # nothing is left to do but to save
     out = Path(args.out)
-    assert logged == [(values["step"], values) for values in read(out / "metrics.jsonl")] and len(logged) == 4
-    assert begun == [dict(name=out.name, dir=out, config=begun[0]["config"], resume="auto")] * 2
+    lines = read(out / "metrics.jsonl")
+    assert wandb.log.mock_calls == [mock.call(values, step=values["step"]) for values in lines] and len(lines) == 4
+    assert wandb.init.mock_calls == [mock.call(name=out.name, dir=out, config=mock.ANY, resume="auto")] * 2
 
 
 # --- The reference
@@ -127,10 +109,8 @@ def test_one_model_is_in_memory_and_a_reference_only_if_it_is_needed(monkeypatch
         return model
 
     monkeypatch.setattr(dpo, "load_model", load_model)
-    args = arguments(steps=1, **flags)
-    dpo.main(args)
+    dpo.main(arguments(steps=1, **flags))
     assert loaded == models
-    assert any(Path(args.out).glob("*.pkl")) == (models == [1, 1])
 
 
 @BOTH

@@ -3,11 +3,11 @@ from typing import get_args
 
 import pytest
 import torch
-from models import make, parametrize
+from models import parametrize
 from torch import exp, log, tensor
 
 import dpo
-from dpo import Args, Batch, Row, compute_batch, metrics, preference_loss
+from dpo import Args, Batch, metrics, preference_loss
 
 BETA, EPS, GAMMA, ETA = 0.2, 0.1, 0.6, 0.7
 ARGS = Args(beta=BETA, label_smoothing=EPS, simpo_gamma=GAMMA, rpo_eta=ETA)
@@ -97,13 +97,3 @@ def test_simpo_alone_has_rewards_per_token(loss, margins):
     assert (values["rewards/chosen"] - values["rewards/rejected"]).tolist() == pytest.approx(margins)
     assert values["rewards/margins"].tolist() == pytest.approx(margins)
     assert values["rewards/accuracies"].tolist() == [margin > 0 for margin in margins]
-
-
-@torch.no_grad()
-def test_log_ratios_are_log_probs_without_a_reference():
-    rows = [Row((5, 9, 33), (60, 12, 7, 2), (90, 2), (0.0, 0.0)),
-            Row((8, 3), (77, 2), (21, 4, 96, 5, 2), (2.0, -1.0))]
-    batch = compute_batch(make("llama"), rows, None)
-    assert batch.reward_w.tolist() == [0, 2] and batch.reward_l.tolist() == [0, -1]
-    assert batch.ratio_w.equal(batch.logp_w) and batch.ratio_l.equal(batch.logp_l)
-    assert batch.len_w.tolist() == [4, 2] and batch.len_l.tolist() == [2, 5]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from models import GROUPS, MODELS, bad_input, build, equal, make, parametrize, slow_but
+from models import GROUPS, MODELS, bad_input, build, make, parametrize, slow_but
 from runs import ROOT, SCRIPTS, TOKENIZER, arguments, data, finished, run_until, same, save, tiny
 
 from logprobs import apply_fsdp, completion_logprobs, full_tensor, process_group, process_rank
@@ -23,8 +23,7 @@ CASES = {
     "dpo-bfloat16": dict(dtype="bfloat16", ref="swap"), "kto": {},
     "kto-one-row": dict(batch_size=1, model=tiny(1), ref_model=tiny()),  # z is positive
     "rloo": dict(updates_per_rollout=2), "rloo-one-prompt": dict(batch_size=1),
-    "tr_dpo": {},  # the latter is a patch, which moves the reference
-}
+    "tr_dpo": {}}  # a patch, which moves the reference
 FAMILIES = ["llama-tied", "glm4-moe-buffer", "gemma2-softcaps", "mamba"]  # models of dpo runs
 
 
@@ -75,9 +74,9 @@ def join(rank, port, function, args):
 
 
 def flags_of(name, **changes):
+    script, flags = name.split("-")[0], CASES.get(name)
     if "lora" in name:
         pytest.importorskip("peft")
-    script, flags = name.split("-")[0], CASES.get(name)
     if name in FAMILIES:
         model_type, config = MODELS[name]
         model = build(model_type, config | dict(vocab_size=len(TOKENIZER), eos_token_id=3))
@@ -104,19 +103,14 @@ def test_two_processes_give_the_run_of_one(name):
         assert same(whole(name, 1), whole(name, 2))
 
 
-@parametrize("processes", [(2, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
 @parametrize("name", slow_but(["dpo-swap"], CASES))
-def test_runs_resume_with_any_number_of_processes(name, processes):
+def test_runs_resume_with_another_number_of_processes(name):
     main, args = flags_of(name, save_every=1)
-    for last_step, n in enumerate(processes, start=1):
+    for last_step, n in ((1, 2), (2, 1)):
         in_processes(n, run_until, "learning_rate 2", main, args)
         assert len(list(Path(args.out).glob(f"resume-{last_step}/*.distcp"))) == n
-
     resumed = finished(args, in_processes(2, main, args))
-    if name != "dpo-bfloat16":
-        assert same(whole(name, 1), resumed)
-    if processes == (2, 2):
-        assert resumed.history == whole(name, 2).history and equal(resumed.weights, whole(name, 2).weights)
+    assert name == "dpo-bfloat16" or same(whole(name, 1), resumed)
 
 
 @process_group()

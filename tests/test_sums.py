@@ -1,8 +1,8 @@
-"""demo/sums.py, get_model.py and frontier.py: data, rewards and model of the README's examples."""
+"""demo/sums.py and frontier.py: data and rewards of the README's examples."""
 import json
 import runpy
 
-from runs import ROOT, TOKENIZER, read, said
+from runs import ROOT, read, said
 
 
 def test_no_sum_is_in_both_files_and_the_answers_are_right(tmp_path):
@@ -18,15 +18,6 @@ def test_no_sum_is_in_both_files_and_the_answers_are_right(tmp_path):
         rewards = sums["right"]([], [row["completion"] for row in rated], [row["answer"] for row in rated])
         assert rewards == [float(row["label"]) for row in rated]
     assert questions[""] and questions["_test"] and not questions[""] & questions["_test"]
-
-
-def test_plain_template_ends_answers_and_keeps_prompts():
-    template = runpy.run_path(str(ROOT / "demo/get_model.py"))["PLAIN_TEMPLATE"]
-    question, answer = said("3 + 5?", "user"), said("8")
-    prompt, whole = (
-        TOKENIZER.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=begins)
-        for messages, begins in ((question, True), (question + answer, False)))
-    assert prompt.endswith("User: 3 + 5?\nAssistant:") and whole == f"{prompt} 8{TOKENIZER.eos_token}\n"
 
 
 def test_frontier_ranks_samples_and_holds_things_out(tmp_path):
