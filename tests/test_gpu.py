@@ -3,7 +3,7 @@ import pytest
 import torch
 from models import GROUPS, ON_CUDA, SAMPLES, build, make, parametrize, slow, values_and_gradients
 from runs import SCRIPTS, TIED, needs_peft, run, save
-from test_swap import assert_swap_is_exact
+from test_references import assert_swap_is_exact
 
 import logprobs
 from logprobs import completion_logprobs, enable_shared_prompts

@@ -40,11 +40,6 @@ def test_metrics_by_hand():
         "logps/chosen": [-9.0], "logps/rejected": [-8.0, -7.0]}
 
 
-def test_batch_of_one_kind_has_no_metrics_of_the_other():
-    values = kto.run_batch(make("llama"), [make_row((3, 4), (5,))], None, Args(beta=0.1), train=False)
-    assert "rewards/chosen" in values and not {"rewards/rejected", "rewards/margins"} & values.keys()
-
-
 def test_z_is_the_mean_over_the_whole_batch():
     """The log-ratios are -5 .. 6: the clamp must come after the mean."""
     policy = make("llama")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from models import GROUPS, MODELS, bad_input, build, make, parametrize, slow_but
+from models import GROUPS, MODELS, bad_input, build, parametrize, slow_but
 from runs import ROOT, SCRIPTS, TOKENIZER, arguments, data, finished, run_until, same, save, tiny
 
-from logprobs import apply_fsdp, completion_logprobs, full_tensor, process_group, process_rank
+from logprobs import process_group, process_rank
 from refcache import ReferenceCache, bytes_of
 
 UNEVEN = dict(batch_size=5, steps=3, tokens_per_forward=150)  # unequal forwards
@@ -113,19 +113,6 @@ def test_runs_resume_with_another_number_of_processes(name):
     assert name == "dpo-bfloat16" or same(whole(name, 1), resumed)
 
 
-@process_group()
-def bfloat16_gradient():
-    model = make("llama")
-    apply_fsdp(model, "cpu", "bfloat16")
-    completion_logprobs(model, [GROUPS[process_rank()]])[0][0].sum().backward()
-    return full_tensor(model.model.norm.weight.grad)
-
-
-def test_gradients_of_bfloat16_processes_are_added_in_float32():
-    gradient = in_processes(2, bfloat16_gradient)
-    assert not gradient.equal(gradient.bfloat16().float())
-
-
 def main_in(folder, main, args):
     with chdir(folder / os.environ["RANK"]):
         main(args)
@@ -157,8 +144,6 @@ def test_different_cache_files_are_refused(tmp_path):
 
 @pytest.mark.slow
 def test_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "dpo.py", "--out",
-               str(tmp_path / "out"), "--steps", "2"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0
-    assert run.stdout.count("model is trained") == 1
+    command = "-m torch.distributed.run --standalone --nproc_per_node=2 dpo.py --steps 2 --out".split()
+    subprocess.run([sys.executable, *command, tmp_path / "out"], cwd=ROOT, check=True, timeout=120)
+    assert (tmp_path / "out/model").exists()

@@ -53,11 +53,3 @@ def test_score_equals_one_forward_per_text(model_type, pad, around, tmp_path, mo
     rows = [torch.tensor([tokenizer(text, add_special_tokens=False).input_ids]) for text in texts]
     expected = [model(row).logits.item() for row in rows]
     assert score(*columns, place=range(len(CASES))) == pytest.approx(expected, abs=1e-5)
-
-
-def test_sample_that_is_too_long_has_none(tmp_path, monkeypatch):
-    monkeypatch.setenv("REWARD_MODEL", str(tmp_path))
-    tokenizer, _ = make(tmp_path, max_position_embeddings=20)
-    n = len(tokenizer("Soup?").input_ids) - 1  # with BOS, without EOS
-    found = score(["Soup?"] * 3, [" tea" * (20 - n + more) for more in (0, 1, -1)], [False] * 3)
-    assert [value is None for value in found] == [False, True, False]

@@ -1,6 +1,5 @@
 """rloo.py: advantages and gradients by hand, rewards, training against a slow loop, samples and scores."""
 import math
-import sys
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -90,14 +89,6 @@ def test_rewards_are_summed_and_none_is_left_out():
     total, found = score(*functions)
     assert total.tolist() == [[2, 2], [3, 8]]
     assert found["f0"].nan_to_num(-1).tolist() == [[1, -1], [-1, 4]] and found["f1"].tolist() == [[1, 2], [3, 4]]
-
-
-def test_reward_file_is_loaded_once_with_what_lies_beside_it(tmp_path):
-    """A process pool finds a function by the name of its module."""
-    (tmp_path / "beside.py").touch()
-    (tmp_path / "own_reward.py").write_text("import beside\ndef f(): return 3\ng = f")
-    (name, f), (_, g) = (rloo.load_reward(f"{tmp_path}/own_reward.py:{name}") for name in "fg")
-    assert name == "f" and f is g and f() == 3 and sys.modules["own_reward"].f is f
 
 
 def test_each_sample_has_columns_of_its_own():

@@ -1,8 +1,8 @@
-"""demo/sums.py and frontier.py: data and rewards of the README's examples."""
+"""demo/sums.py: data and reward of the README's example."""
 import json
 import runpy
 
-from runs import ROOT, read, said
+from runs import ROOT, read
 
 
 def test_no_sum_is_in_both_files_and_the_answers_are_right(tmp_path):
@@ -18,16 +18,3 @@ def test_no_sum_is_in_both_files_and_the_answers_are_right(tmp_path):
         rewards = sums["right"]([], [row["completion"] for row in rated], [row["answer"] for row in rated])
         assert rewards == [float(row["label"]) for row in rated]
     assert questions[""] and questions["_test"] and not questions[""] & questions["_test"]
-
-
-def test_frontier_ranks_samples_and_holds_things_out(tmp_path):
-    frontier = runpy.run_path(str(ROOT / "demo/frontier.py"))
-    frontier["write_prompts"](tmp_path)
-    train, held_out = (read(tmp_path / f"{name}.jsonl") for name in ("prompts", "prompts_test"))
-    assert len(train) == 252 and len(held_out) == 48
-    assert not any("the sea at night" in str(row) for row in train)
-
-    samples = [train[0] | {"completion": str(reward), "reward": reward} for reward in (0.1, 0.7, -0.4)]
-    frontier["write_pairs"](tmp_path, samples)
-    assert read(tmp_path / "pairs.jsonl") == [train[0] | {"chosen": said("0.7"), "rejected": said("-0.4")}]
-    assert [row["label"] for row in read(tmp_path / "rated.jsonl")] == [True, False]
