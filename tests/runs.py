@@ -39,7 +39,6 @@ BOTH = parametrize("script", ["dpo", "kto"])
 EACH = parametrize("script", SCRIPTS)
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" \
         "{% if add_generation_prompt %}<assistant>{% endif %}"  # a chat template
-SPEED = {"seconds", "tokens_per_second", "memory_gb"}  # metrics of the machine
 
 
 def save(model, name):
@@ -78,14 +77,17 @@ def arguments(script="dpo", module=None, **changes):
 
 def without_speed(history):
     """What is equal in equal runs."""
-    return [{name: value for name, value in values.items() if name not in SPEED} for values in history]
+    speed = {"seconds", "tokens_per_second", "memory_gb"}
+    return [{name: value for name, value in values.items() if name not in speed} for values in history]
 
 
 def finished(args, history):
-    """What is compared of a run."""
-    model = f"{args.out}/model"
-    return SimpleNamespace(
-        history=without_speed(history), out=Path(args.out), model=model, args=args, weights=weights_of(model))
+    """What is compared of a run. The weights are float32: NumPy, which compares them, has no bfloat16."""
+    weights = {}
+    for file in Path(args.out, "model").glob("*.safetensors"):
+        weights |= {name: weight.float() for name, weight in load_file(file).items()}
+    return SimpleNamespace(history=without_speed(history), out=Path(args.out), model=f"{args.out}/model", args=args,
+                           weights=weights)
 
 
 def run(script="dpo", **changes):
@@ -129,25 +131,16 @@ def run_until(die_at, main, args):
     assert dead
 
 
-def weights_of(folder):
-    """In float32: NumPy, which compares them, has no bfloat16."""
-    weights = {}
-    for file in Path(folder).glob("*.safetensors"):
-        weights |= load_file(file)
-    return {name: weight.float() for name, weight in weights.items()}
-
-
 def same(one, two, tolerance=1e-5):
     """Whether two runs have the same metrics and the same saved weights, to rounding."""
-    return (same_metrics(one.history, two.history, tolerance)
-            and one.weights.keys() == two.weights.keys() and distance(one, two) < 2 * tolerance)
-
-
-def same_metrics(one, two, tolerance=1e-5):
-    return all(mine == pytest.approx(theirs, abs=tolerance, rel=1e-4) for mine, theirs in zip(one, two, strict=True))
+    for mine, theirs in zip(one.history, two.history, strict=True):
+        if mine != pytest.approx(theirs, abs=tolerance, rel=1e-4):
+            return False
+    return distance(one, two) < 2 * tolerance
 
 
 def distance(one, two):
+    assert one.weights.keys() == two.weights.keys()
     return max((one.weights[name] - two.weights[name]).abs().max().item() for name in one.weights)
 
 
@@ -161,8 +154,8 @@ def said(text, role="assistant", **keys):
     return [dict(role=role, content=text, **keys)]
 
 
-def byte_level(template=None, front=(), back=(), **options):
-    """A tokenizer with one token per byte. It puts special tokens before and after every text."""
+def byte_level(template=None, front=()):
+    """A tokenizer with one token per byte. It puts special tokens before every text."""
     special = ["<s>", "</s>", "<en>"]
     tokens = special + sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
@@ -170,9 +163,9 @@ def byte_level(template=None, front=(), back=(), **options):
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(special)
     backend.post_processor = processors.TemplateProcessing(
-        single=[*front, "$A", *back], special_tokens=list(zip(special, range(3))))
+        single=[*front, "$A"], special_tokens=list(zip(special, range(3))))
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template, **options)
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=template)
 
 
 def load(folder=None, script=dpo, trains=False, **flags):
