@@ -100,7 +100,7 @@ def test_rows_keep_their_order_over_several_batches_and_share_their_numbers(load
     assert len(set(map(id, numbers))) == len(set(numbers))
 
 
-def test_labels_rewards_and_columns_of_rloo(load):
+def test_labels_scores_and_columns_of_rloo(load):
     labels = [True, 1, 1.0, False, 0, 0.0]
     rows = load([TEXT | dict(label=label) for label in labels], script=kto)
     assert [row.is_desirable for row in rows] == list(map(bool, labels))
@@ -108,8 +108,8 @@ def test_labels_rewards_and_columns_of_rloo(load):
         load([TEXT | dict(label="true")], script=kto)
 
     rated = TEXT | dict(chosen_reward=2, rejected_reward=-0.5)
-    assert load([rated])[0].rewards == (0.0, 0.0)
-    assert load([rated], loss=("sft", "rpo_sq"))[0].rewards == (2.0, -0.5)
+    assert load([rated])[0].scores == (0.0, 0.0)
+    assert load([rated], loss=("sft", "rpo_sq"))[0].scores == (2.0, -0.5)
     rows = [dict(prompt="The tea"), dict(prompt="The soup", answer=[4])]
     assert [row.columns for row in load(rows, script=rloo)] == [rows[0] | dict(answer=None), rows[1]]
 

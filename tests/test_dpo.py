@@ -69,13 +69,14 @@ def test_run_that_is_not_finite_stops_and_saves_nothing(script):
 @EACH
 def test_finished_folder_is_refused_but_without_out_the_next_one_is_taken(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    module, unset = SCRIPTS[script], SCRIPTS[script].Args().out
+    module = SCRIPTS[script]
     for name in (script, f"{script}-2", f"{script}-3"):
         folder = tmp_path / "out" / name
         for _ in range(2):  # also if it is there, for a run to go on
-            assert Path(module.resolve(arguments(script, out=unset)).out).absolute() == folder
+            assert Path(module.resolve(arguments(script, out=None)).out).absolute() == folder
             folder.mkdir(parents=True, exist_ok=True)
         (folder / "model").mkdir()
+    assert script != "rloo" or module.resolve(arguments(script, out=None, steps=0)).out == "out/samples"
     with bad_input("holds a finished run: name another --out"):
         module.main(arguments(script, out=f"{tmp_path}/out/{script}"))
 

@@ -15,7 +15,7 @@ PAIRS = Batch(*tensor([
     [-20.0, -35.0], [-24.0, -31.0],  # log-probs of w, and of l
     [2.0, -1.5], [-1.0, 0.5],  # log-ratios
     [8.0, 10.0], [6.0, 14.0],  # lengths
-    [3.0, 0.5], [1.0, 2.0]]))  # rewards
+    [3.0, 0.5], [1.0, 2.0]]))  # scores
 
 
 def sg(x):
@@ -66,7 +66,7 @@ def test_losses_and_gradients_equal_their_formulas(name):
 def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
     leaves = tensor([[-1.0, -900.0] * 2, [500.0, -500.0, -500.0, 500.0], [-500.0, 500.0, -500.0, 500.0]],
                     requires_grad=True)
-    batch = Batch(*torch.ones(8, 4))._replace(logp_w=leaves[0], ratio_w=leaves[1], ratio_l=leaves[2])
+    batch = Batch(*torch.ones(8, 4))._replace(logp_w=leaves[0], logratio_w=leaves[1], logratio_l=leaves[2])
     loss = preference_loss(name, batch, Args(label_smoothing=0.1))
     loss.sum().backward()
     assert loss.isfinite().all() and leaves.grad.isfinite().all()
@@ -81,7 +81,7 @@ def test_metrics_by_hand():
     expected = {
         "rewards/chosen": [40, 2e-4, -1.2], "rewards/rejected": [-20, 0, 0], "rewards/margins": [60, 2e-4, -1.2],
         "rewards/accuracies": [1, 0.5, 0], "logps/chosen": [-20, -35, -3], "logps/rejected": [-24, -31, -4],
-        "logratio": [0.625, 5e-7, 0.015], "nll/chosen": [2.5, 3.5, 1.5]}
+        "abs_logratio": [0.625, 5e-7, 0.015], "nll/chosen": [2.5, 3.5, 1.5]}
     values = metrics(pairs, Args(beta=20.0))
     assert values.keys() == expected.keys()
     for name, value in values.items():
@@ -92,7 +92,7 @@ def test_metrics_by_hand():
     (("simpo",), [-0.045, 0.021]),  # 0.2 (2 / 8 - 1.9 / 4), and 0.2 (2 / 10 - 1.9 / 20)
     (("simpo", "sft"), [0.02, 0.02])])
 def test_simpo_alone_has_rewards_per_token(loss, margins):
-    pairs = PAIRS._replace(ratio_w=tensor([2.0, 2.0]), ratio_l=tensor([1.9, 1.9]), len_l=tensor([4.0, 20.0]))
+    pairs = PAIRS._replace(logratio_w=tensor([2.0, 2.0]), logratio_l=tensor([1.9, 1.9]), len_l=tensor([4.0, 20.0]))
     values = metrics(pairs, Args(beta=0.2, loss=loss))
     assert (values["rewards/chosen"] - values["rewards/rejected"]).tolist() == pytest.approx(margins)
     assert values["rewards/margins"].tolist() == pytest.approx(margins)

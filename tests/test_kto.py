@@ -23,7 +23,7 @@ def make_row(prompt, completion, is_desirable=True, other=()):
 def test_loss_and_gradient_by_hand(name, formula):
     """Log-ratios of a desirable and of an undesirable answer; β = 0.2, z = 0.4."""
     ratio = tensor([1.5, -0.5], requires_grad=True)
-    batch = Batch(logp=ratio, ratio=ratio, is_desirable=tensor([True, False]), length=ratio)
+    batch = Batch(logp=ratio, rho=ratio, is_desirable=tensor([True, False]), length=ratio)
     args = Args(loss=name, beta=0.2, desirable_weight=1.2, undesirable_weight=0.9)
     losses = feedback_loss(batch, tensor(0.4), args), torch.stack(formula(*ratio))
     assert torch.allclose(*losses)
@@ -31,11 +31,11 @@ def test_loss_and_gradient_by_hand(name, formula):
 
 
 def test_metrics_by_hand():
-    batch = Batch(logp=tensor([-9.0, -8.0, -7.0]), ratio=tensor([-2.0, 1.0, 0.0]), length=tensor([4.0, 4.0, 4.0]),
+    batch = Batch(logp=tensor([-9.0, -8.0, -7.0]), rho=tensor([-2.0, 1.0, 0.0]), length=tensor([4.0, 4.0, 4.0]),
                   is_desirable=tensor([True, False, False]))
     values = metrics(batch, Args(beta=0.1))
     assert {name: value[mask].tolist() for name, (value, mask) in values.items()} == {
-        "rewards/accuracies": [0.0, 0.0, 0.5], "logratio": [0.5, 0.25, 0.0], "nll/chosen": [2.25],
+        "rewards/accuracies": [0.0, 0.0, 0.5], "abs_logratio": [0.5, 0.25, 0.0], "nll/chosen": [2.25],
         "rewards/chosen": pytest.approx([-0.2]), "rewards/rejected": pytest.approx([0.1, 0.0]),
         "logps/chosen": [-9.0], "logps/rejected": [-8.0, -7.0]}
 

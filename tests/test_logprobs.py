@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import logprobs
 from logprobs import (
-    SHARED, completion_logprobs, context_length, divide_batches, enable_shared_prompts)
+    SHARED, completion_logprobs, context_length, divide_batches, enable_shared_prompts, has_shared_prompts)
 
 
 def assert_close(one, two):
@@ -44,7 +44,7 @@ def test_shared_rows_equal_one_forward_per_sequence(name):
     model = ready(name)
     truth = values_and_gradients(slow, make(name, attention="eager"), GROUPS)
     assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth)
-    assert enable_shared_prompts(model) == (name not in PADDED)
+    assert has_shared_prompts(model) == (name not in PADDED)
 
 
 @parametrize("name", ["phi-head-bias", "gemma3-softcap", "bert-layers-before-the-head"])
@@ -123,8 +123,7 @@ class Kernel:
 @parametrize("name, k", [*product(ON_CUDA, [2]), ("mistral-window-5", 1), ("llama", 8)])
 def test_kernel_path_equals_one_forward_per_sequence(name, k, monkeypatch):
     kernel = Kernel(monkeypatch)
-    model = make(name)
-    assert enable_shared_prompts(model)
+    model = ready(name)
     kernel.calls = 0
     found = values_and_gradients(completion_logprobs, model, SAMPLES[k])
     assert_close(found, values_and_gradients(slow, make(name), SAMPLES[k]))
@@ -134,7 +133,9 @@ def test_kernel_path_equals_one_forward_per_sequence(name, k, monkeypatch):
 @parametrize("dtype, extra", [(torch.float32, -1), (torch.float32, 1), (torch.bfloat16, 3)])
 def test_kernel_with_a_wrong_window_is_not_trusted_in_the_dtype_of_the_weights(dtype, extra, monkeypatch):
     Kernel(monkeypatch, dtype, extra)
-    assert not enable_shared_prompts(make("mistral-window-5").to(dtype))
+    model = make("mistral-window-5").to(dtype)
+    enable_shared_prompts(model)
+    assert not has_shared_prompts(model)
 
 
 # --- Attention that is not the model's own
@@ -161,7 +162,9 @@ def test_wrong_attention_gets_padded_rows(attention, monkeypatch):
     """The window is longer than the rows of the test."""
     use_attention(monkeypatch, attention)
     window = 80 if attention is without_window else None
-    assert not enable_shared_prompts(build("mistral", dict(SMALL, sliding_window=window)))
+    model = build("mistral", dict(SMALL, sliding_window=window))
+    enable_shared_prompts(model)
+    assert not has_shared_prompts(model)
 
 
 def test_models_that_are_never_exact_are_refused():
@@ -169,15 +172,15 @@ def test_models_that_are_never_exact_are_refused():
         enable_shared_prompts(build("bert", dict(SMALL, is_decoder=False)))
     model = make("llama")
     model.lm_head.weight.data.fill_(float("nan"))
-    with bad_input("weights are NaN"):
+    with bad_input("NaN"):
         completion_logprobs(model, GROUPS)
 
 
 def test_mask_of_longer_rows_is_refused(monkeypatch):
     use_attention(monkeypatch, lambda shared, module, query, key, value, mask, **kwargs: shared(
         module, query, key, value, mask if key.shape[2] < 120 else mask.expand(-1, -1, 2, -1), **kwargs))
-    model = make("llama")
-    assert enable_shared_prompts(model)  # the rows of the test are shorter
+    model = ready("llama")  # the rows of the test are shorter
+    assert has_shared_prompts(model)
     with bad_input("has a mask"):
         completion_logprobs(model, [(P * 20, GROUPS[0][1])])
 

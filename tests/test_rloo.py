@@ -1,5 +1,6 @@
 """rloo.py: advantages and gradients by hand, rewards, training against a slow loop, samples and scores."""
 import math
+import sys
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -78,7 +79,7 @@ def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
     """Rewards of two samples of each of two prompts."""
     groups = [((1,), [tuple(TOKENIZER(text).input_ids) for text in texts]) for texts in TEXTS]
     samples = Samples(groups, TEXTS, torch.ones(2, 2, 1), tensor([[True, False], [True, True]]), None, None)
-    named = [(f"f{i}", function) for i, function in enumerate(functions)]
+    named = {f"f{i}": function for i, function in enumerate(functions)}
     return compute_rewards(samples, [Row((1,), dict(row)) for row in rows], named)
 
 
@@ -89,6 +90,16 @@ def test_rewards_are_summed_and_none_is_left_out():
     total, found = score(*functions)
     assert total.tolist() == [[2, 2], [3, 8]]
     assert found["f0"].nan_to_num(-1).tolist() == [[1, -1], [-1, 4]] and found["f1"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_rewards_of_one_name_have_metrics_of_their_own(tmp_path):
+    """A file may import what lies beside it. A process pool finds a function by the name of its module."""
+    (tmp_path / "beside.py").touch()
+    (tmp_path / "own_reward.py").write_text("import beside\ndef letters(**_): return 3")
+    first, second = f"{REWARDS}:letters", f"{tmp_path}/own_reward.py:letters"
+    functions = rloo.load_rewards((first, second))
+    assert list(functions) == ["letters", second] and functions[second]() == 3
+    assert sys.modules["own_reward"].letters is functions[second]
 
 
 def test_each_sample_has_columns_of_its_own():
