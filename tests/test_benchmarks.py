@@ -7,7 +7,6 @@ import pytest
 from models import parametrize
 from runs import ROOT
 
-import dpo
 
 
 def start(name, *flags, folder="benchmarks"):
@@ -43,13 +42,3 @@ def test_plot_prints_tables_and_draws(tmp_path):
     results = ROOT / "benchmarks/frontier.jsonl"
     table = start("frontier", "--results", results, "--figure", tmp_path / "frontier.png", folder="demo")
     assert (ROOT / "benchmarks/README.md").read_text().count(table) == 1 and (tmp_path / "frontier.png").exists()
-
-
-@pytest.mark.slow
-def test_trl_fills_a_cache_for_dpo(tmp_path, capsys):
-    """dpo.py finds all log-probs of the training data in its file."""
-    pytest.importorskip("trl")
-    subprocess.run([sys.executable, f"{ROOT}/demo/trl_cache.py"], cwd=tmp_path, check=True)
-    assert (tmp_path / "out/trl/checkpoint-10/model.safetensors").exists()
-    dpo.main(dpo.Args(ref_cache=f"{tmp_path}/reference_logprobs.pkl", steps=0, out=f"{tmp_path}/out/dpo"))
-    assert "2000 answers are cached" in capsys.readouterr().out

@@ -6,13 +6,11 @@ import pickle
 import random
 import time
 import weakref
-from threading import Thread
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from filelock import FileLock
 from models import GROUPS, P, Q, bad_input, flat, make, parametrize, ready, slow
 from runs import adapt, needs_peft
 
@@ -64,13 +62,6 @@ def test_holds_the_log_probs_of_every_completion(whole):
     assert set(whole.table) == {(bytes_of(prompt), bytes_of(y)) for prompt, y in keys} and len(whole.table) == 8
     with pytest.raises(KeyError):
         whole[Q + (44,), (2,)]  # the boundary is part of the key
-
-
-def test_prompt_of_several_groups_is_encoded_once_and_nothing_is_padded():
-    """The answers keep their order: the policy's forward has the same row then, and rounds alike."""
-    rows = []
-    ReferenceCache().fill(watched(rows), [(P, [(60, 2)]), (Q, [(7,)]), (P, [(12, 4, 55), (60, 2)])])
-    assert rows == [[[*P, 60, 2, 12, 4, 55, *Q, 7]]]
 
 
 @parametrize("name, budget, mean", [("llama", 24, 15), ("gemma2-softcaps", 50, 35)])
@@ -160,16 +151,6 @@ def test_two_jobs_share_a_file(path, whole):
     assert np.array_equal(two[Q, (44, 2)], first)
 
 
-def test_a_file_that_another_process_has_locked_is_waited_for(path, whole):
-    job = Thread(target=whole.save, args=[path])
-    with FileLock(f"{path}.lock"):
-        job.start()
-        time.sleep(0.2)
-        assert not path.exists()
-    job.join()
-    assert path.exists()
-
-
 @parametrize("name", HEADER)
 def test_file_of_another_run_is_refused_and_stays(path, whole, name):
     """Only the name may differ."""
@@ -200,8 +181,8 @@ GOOD = pickle.dumps(content({A: {B: LOGPS}}), 4)
 HOSTILE = {
     "shapes": [[1, 2], None, "text", {}, {"answers": {}}, dict(header={}, answers={}), {1: 2}, {A: {B: LOGPS}}],
     "answers": [content(answers) for answers in (
-        [A], None, {A: LOGPS}, {A: [LOGPS]}, {A: {B: 1}}, {A: {B: "text"}}, {A: {B: {B: LOGPS}}}, {A: {B: None}},
-        {A: {B: bytearray(LOGPS)}}, {A: {(B, B): LOGPS}}, {A: {2: LOGPS}}, {(A, B): LOGPS}, {A: {B: np.float32(1)}})],
+        [A], None, {A: LOGPS}, {A: [LOGPS]}, {A: {B: "text"}}, {A: {B: {B: LOGPS}}}, {A: {B: bytearray(LOGPS)}},
+        {A: {(B, B): LOGPS}}, {A: {2: LOGPS}}, {(A, B): LOGPS}, {A: {B: np.float32(1)}})],
     "lengths": [content({A: {B: logps}}) for logps in (b"", LOGPS[:3], LOGPS * 2)] + [content({A: {B + A: LOGPS}})],
     "not finite": [content({A: {B: np.float32([x]).tobytes()}}) for x in (np.nan, np.inf, -np.inf)],
     "code": [content({A: {B: Trap()}}), content({A: Trap()}), Trap(), content({A: {B: os.mkdir}})],

@@ -91,15 +91,6 @@ def test_a_token_across_the_boundary_belongs_to_both_answers(load, ends):
         assert row.prompt + answer == single.prompt + single.completion == ids
 
 
-def test_rows_keep_their_order_over_several_batches_and_share_their_numbers(load):
-    rows = [text(f"Tea {i}|{' warm' * (i % 3 + 1)}| b") for i in range(1100)]
-    loaded = load(rows, TOKENIZER)
-    assert [TOKENIZER.decode(row.prompt) for row in loaded] == [row["prompt"] for row in rows]
-    assert TOKENIZER.decode(loaded[-1].chosen) == rows[-1]["chosen"] + "<|end|>"
-    numbers = [number for row in loaded for number in row.prompt + row.chosen]
-    assert len(set(map(id, numbers))) == len(set(numbers))
-
-
 def test_labels_scores_and_columns_of_rloo(load):
     labels = [True, 1, 1.0, False, 0, 0.0]
     rows = load([TEXT | dict(label=label) for label in labels], script=kto)

@@ -163,23 +163,7 @@ def test_training_equals_a_slow_loop(changes):
     assert gaps.topk(20).values[-1] < 1e-4  # where a gradient is 1e-8, Adam makes a whole step of its rounding
 
 
-# --- Samples and files
-
-def test_files_hold_the_samples_of_the_run():
-    """In evaluations k is 1."""
-    one = rolled(steps=3, eval_every=2)
-    train, held_out = map(read, data("rloo"))
-    parts = [(0, held_out, True), *((step, rloo.rows_in_order(train, 12, 0)[4 * step - 4:4 * step], False)
-                                    for step in (1, 2)), (2, held_out, True)]
-    samples = [one.evaluations[0], *one.steps[:2], one.evaluations[1]]
-    lines = iter(read(one.out / "samples.jsonl"))
-    for (step, rows, is_held_out), part in zip(parts, samples):
-        for row, texts in zip(rows, part.texts, strict=True):
-            for text in texts:
-                line = dict(step=step, held_out=is_held_out, prompt=row["prompt"], completion=text)
-                assert next(lines) == line | dict(reward=pytest.approx(letter_sum(text)))
-    assert len(list(lines)) == 16 + 3 and len(one.evaluations) == 3
-
+# --- Metrics
 
 def test_metrics_by_hand():
     """Equal texts count once. Only prompts are independent: 1 and 4 are the means of two."""
@@ -204,7 +188,9 @@ def test_steps_0_samples_and_scores_a_frozen_model():
     samples, = one.evaluations
     values, = one.history
     assert not any(p.requires_grad for p in one.policy.parameters()) and not (one.out / "model").exists()
-    assert [line["completion"] for line in read(one.out / "samples.jsonl")] == sum(samples.texts, [])
+    lines = read(one.out / "samples.jsonl")
+    assert [line["completion"] for line in lines] == sum(samples.texts, [])
+    assert [line["prompt"] for line in lines[::3]] == [row["prompt"] for row in read(data("rloo")[1])]
 
     rewards = scores_of(samples, one.args)
     batch = batch_of(samples, rewards, *map(AutoModelForCausalLM.from_pretrained, (MODEL, tiny(1))), 0.8)
