@@ -62,14 +62,6 @@ def test_adapters_of_the_head_are_exact(name, place):
     assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)
 
 
-def test_a_decoder_that_transformers_does_not_find_is_found(monkeypatch):
-    """In Llama 4 and Mllama get_decoder() returns the whole model, in ModernBERT a linear layer."""
-    model = make("llama")
-    monkeypatch.setattr(model, "get_decoder", lambda: model)
-    assert_exact(model)
-    assert_exact(build("modernbert-decoder", dict(SMALL, local_attention=8)))
-
-
 @parametrize("at_once, rows", [(28, [28]), (27, [27, 1])])
 def test_head_sees_completion_tokens_in_chunks(at_once, rows, monkeypatch):
     model, seen, saved_widths = ready("llama"), [], set()

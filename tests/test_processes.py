@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from models import GROUPS, MODELS, bad_input, build, parametrize, slow_but
+from models import MODELS, bad_input, build, parametrize, slow_but
 from runs import ROOT, SCRIPTS, TOKENIZER, arguments, data, finished, run_until, same, save, tiny
 
-from logprobs import process_group, process_rank
-from refcache import ReferenceCache, bytes_of
 
 UNEVEN = dict(batch_size=5, steps=3, tokens_per_forward=150)  # unequal forwards
 CASES = {
@@ -127,19 +125,6 @@ def test_processes_with_other_rows_are_refused(script, tmp_path):
         (tmp_path / rank / "rows.jsonl").write_text("".join(part))
     with bad_input("or another process, has a run with other data_sha256"):
         in_processes(2, main_in, tmp_path, SCRIPTS[script].main, arguments(script, data="rows.jsonl"))
-
-
-@process_group()
-def fill_another(path):
-    cache = ReferenceCache(reference="abc")
-    prompt, completions = GROUPS[process_rank()]
-    cache.table[bytes_of(prompt), bytes_of(completions[0])] = b""
-    cache.fill(None, GROUPS, path=path)
-
-
-def test_different_cache_files_are_refused(tmp_path):
-    with bad_input("the processes have different caches: start again"):
-        in_processes(2, fill_another, tmp_path / "c.pkl")
 
 
 @pytest.mark.slow

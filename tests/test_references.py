@@ -5,14 +5,12 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from models import GROUPS, MODELS, ROUNDING, bad_input, build, equal, flat, logps, make, parametrize, slow_but
 from runs import LORA, SCRIPTS, TOKENIZER, load, needs_peft, run, same, tiny
 
 import kto
-from logprobs import apply_fsdp, completion_logprobs, count_tokens
+from logprobs import completion_logprobs, count_tokens
 from refcache import ReferenceCache, Swap, check_agreement, log_ratios, reference_logprobs
-from rloo import unsharded
 
 
 @parametrize("script, metric", [
@@ -140,20 +138,6 @@ def assert_swap_is_exact(policy):
 @parametrize("name", ["llama", "llama-tied", "gpt2"])
 def test_swap_is_bitwise_equal_in_and_out(name):
     assert_swap_is_exact(make(name))
-
-
-def test_unsharded_model_has_no_hooks_and_the_same_logits():
-    """FSDP's hooks take long, and have nothing to do. Afterwards they are back."""
-    policy = make("llama")
-    apply_fsdp(policy, "cpu", "bfloat16")
-
-    def hooks():
-        return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in policy.modules())
-    logits = policy(IDS).logits
-    with unsharded(policy), torch.no_grad():
-        assert hooks() == 0 and policy(IDS).logits.equal(logits)
-    assert hooks() == 6 and policy(IDS).logits.equal(logits)
-    assert all(isinstance(p, DTensor) for p in policy.parameters())
 
 
 @parametrize("dtype, difference, agrees", [

@@ -106,19 +106,15 @@ def test_each_sample_has_columns_of_its_own():
     """If a reward changes them, neither the other samples of a prompt see that, nor the next step."""
     def reward(**columns):
         seen.append(deepcopy(columns))
-        for prompt in columns["prompts"]:
-            prompt.append("more")
-        return list(map(len, columns["prompts"]))
+        return [prompt.append("more") or len(prompt) for prompt in columns["prompts"]]
 
     seen = []
-    a, b = said("a", "user"), said("b", "user")
+    a, b, texts = said("a", "user"), said("b", "user"), [*TEXTS[0], *TEXTS[1]]
     for _ in range(2):
-        rewards, _ = score(reward, rows=[dict(prompt=a, thing=[1]), dict(prompt=b, thing=None)])
-        assert rewards.tolist() == [[2, 2], [2, 2]]
-    texts = [*TEXTS[0], *TEXTS[1]]
+        assert score(reward, rows=[dict(prompt=a, x=[1]), dict(prompt=b, x=None)])[0].tolist() == [[2, 2], [2, 2]]
     assert seen == 2 * [dict(
         prompts=[a, a, b, b], completions=list(map(said, texts)), completion_ids=TOKENIZER(texts).input_ids,
-        ended=[True, False, True, True], thing=[[1], [1], None, None])]
+        ended=[True, False, True, True], x=[[1], [1], None, None])]
 
 
 def test_step_without_any_reward_trains_nothing():

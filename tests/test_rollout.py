@@ -22,9 +22,8 @@ CACHES = {  # model types whose caches are special
     "minimax": dict(
         SMALL, head_dim=8, block_size=4, num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2,
         layer_types=["linear_attention", "full_attention", "linear_attention"]),
-    "bamba": dict(SMALL, attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_chunk_size=8),
 }
-QUICK = {"llama", "gpt2", "granite-logits-scaling", "mistral-window-5", "gemma3-window-6", "mamba", "minimax", "bamba"}
+QUICK = {"llama", "gpt2", "granite-logits-scaling", "mistral-window-5", "gemma3-window-6", "mamba", "minimax"}
 
 
 def model_of(name):
