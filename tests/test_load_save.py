@@ -59,14 +59,12 @@ def test_saved_model_stops_where_answers_end(script, stops, saved):
 
 
 def test_loss_of_routers_does_not_disturb_sampling():
-    """transformers computes it if the config says so, and fails with a key-value cache."""
     experts = SMALL | TINY | dict(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
     assert len(run("rloo", model=save(build("mixtral", experts), "experts"), steps=1).history) == 2
 
 
 @EACH
 def test_weights_that_are_missing_are_refused(script, tmp_path):
-    """They would stay random."""
     model = AutoModelForCausalLM.from_pretrained(tiny())
     state = {name: weight for name, weight in model.state_dict().items() if "up_proj" not in name}
     model.save_pretrained(tmp_path, state_dict=state)

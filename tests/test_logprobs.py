@@ -28,11 +28,6 @@ def assert_exact(model, temperature=1.0):
     assert_close(values_and_gradients(completion_logprobs, model, GROUPS, temperature=temperature), truth)
 
 
-def set_chunks(monkeypatch, tokens):
-    """The head sees so many completion tokens at a time, on a CPU."""
-    monkeypatch.setattr(logprobs, "HEAD_BYTES", tokens * 97 * 4)
-
-
 def use_attention(monkeypatch, function):
     """Puts function(shared_prompt_attention, *args, **kwargs) in its place."""
     attention = partial(function, ALL_ATTENTION_FUNCTIONS[SHARED])
@@ -49,7 +44,7 @@ def test_shared_rows_equal_one_forward_per_sequence(name):
 
 @parametrize("name", ["phi-head-bias", "gemma3-softcap", "bert-layers-before-the-head"])
 def test_size_of_the_head_chunks_changes_memory_only(name, monkeypatch):
-    set_chunks(monkeypatch, 5)
+    monkeypatch.setattr(logprobs, "HEAD_BYTES", 5 * 97 * 4)  # five completion tokens
     assert_exact(make(name), temperature=0.6)  # which divides the logits
 
 
@@ -63,14 +58,13 @@ def test_adapters_of_the_head_are_exact(name, place):
 
 
 @parametrize("at_once, rows", [(28, [28]), (27, [27, 1])])
-def test_head_sees_completion_tokens_in_chunks(at_once, rows, monkeypatch):
+def test_logits_of_chunks_are_computed_again_in_the_backward_pass(at_once, rows, monkeypatch):
     model, seen, saved_widths = ready("llama"), [], set()
     model.lm_head.register_forward_hook(lambda _, args, out: seen.append(args[0].numel() // 32))
-    set_chunks(monkeypatch, at_once)
+    monkeypatch.setattr(logprobs, "HEAD_BYTES", at_once * 97 * 4)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved_widths.add(x.shape[-1:]) or x, lambda x: x):
         completion_logprobs(model, GROUPS)
-    assert seen == rows
-    assert ((97,) in saved_widths) == (rows == [28]), "logits of chunks are computed again in the backward pass"
+    assert seen == rows and ((97,) in saved_widths) == (rows == [28])
 
 
 @parametrize("lengths, budget, is_padded, shares", [

@@ -71,7 +71,6 @@ def test_float32_adapter_on_a_bfloat16_base_is_exact(config):
 
 @parametrize("trains", [True, False])
 def test_adapter_whose_weights_do_not_fit_is_refused(trains):
-    """The others would be those of a new adapter, with which the model is the base."""
     path = adapt(f"misfit {trains}") + "/adapter_model.safetensors"
     save_file(dict(list(load_file(path).items())[::2]), path)
     with bad_input("has no weights for base_model.model.*lora_"):

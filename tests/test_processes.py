@@ -118,7 +118,6 @@ def main_in(folder, main, args):
 
 @parametrize("script", SCRIPTS)
 def test_processes_with_other_rows_are_refused(script, tmp_path):
-    """They would train on other data, or wait for each other."""
     lines = Path(data(script)[0]).read_text().splitlines(keepends=True)
     for rank, part in (("0", lines), ("1", lines[::-1])):
         (tmp_path / rank).mkdir()

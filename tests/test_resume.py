@@ -22,7 +22,6 @@ RUNS = {  # together they have every kind of state
 
 
 def command(name, out, **changes):
-    """The script and its arguments."""
     script = name.split("-")[0]
     return SCRIPTS[script].main, arguments(script, **dict(save_every=1, out=str(out)) | RUNS[name] | changes)
 
@@ -54,7 +53,6 @@ def results(out):
     ("dpo-bfloat16", ["learning_rate 3", "fsync 4"]), ("kto", ["learning_rate 3", "append 1"]),
     ("rloo", ["learning_rate 3", "append 2"]), pytest.param("dpo-lora", ["fsync 5"], marks=needs_peft)])
 def test_resume_after_kills_is_bitwise_equal(name, kills, tmp_path):
-    """Each command resumes from where the one before it died."""
     for die_at in kills:
         run_until(die_at, *command(name, tmp_path))
     start(name, tmp_path, save_every=7)
@@ -91,7 +89,6 @@ def test_leftovers_of_kills_do_no_harm_and_a_folder_of_the_user_stays(tmp_path):
 # --- Checkpoints
 
 def test_runs_of_another_optimizer_resume_bitwise(tmp_path, monkeypatch):
-    """Its state has other names."""
     monkeypatch.setattr(torch.optim, "AdamW", lambda groups, **_: torch.optim.SGD(groups, momentum=0.9))
     run_until("learning_rate 3", *command("dpo", tmp_path / "killed", lr=0.1))
     for out in ("killed", "whole"):

@@ -84,7 +84,6 @@ def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
 
 
 def test_rewards_are_summed_and_none_is_left_out():
-    """Also those of a generator and of a tensor."""
     functions = (lambda **_: (value for value in (1, None, None, 4))), (lambda **_: tensor([1, 2, 3, 4]))
     assert score(functions[0])[0].nan_to_num(-1).tolist() == [[1, -1], [-1, 4]]
     total, found = score(*functions)
@@ -118,7 +117,6 @@ def test_each_sample_has_columns_of_its_own():
 
 
 def test_step_without_any_reward_trains_nothing():
-    """Neither does Adam's momentum."""
     runs = []
     for steps in (1, 2):
         rloo.load_module.cache_clear()  # the function counts its calls

@@ -6,12 +6,11 @@ import shlex
 import sys
 from collections import Counter
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import tyro
 from models import logps, parametrize
-from runs import EACH, ROOT, SCRIPTS, arguments
+from runs import EACH, ROOT, SCRIPTS
 
 import refcache
 from tools import prepare
@@ -63,15 +62,6 @@ def test_wrong_input_is_one_line(script, capsys):
     assert capsys.readouterr().err.startswith(f"{script}.py: give ")
 
 
-@EACH
-def test_demo_keeps_the_flags_that_are_given(script):
-    resolve, Args = SCRIPTS[script].resolve, SCRIPTS[script].Args
-    args = resolve(Args(max_length=99))
-    assert all(Path(path).exists() for path in (args.model, args.data, args.eval_data))
-    assert (args.max_length, args.lr) == (99, 2e-4)
-    assert resolve(Args(lr=1e-6)).lr == resolve(arguments(script, lr=None)).lr == 1e-6, "the latter is not the demo"
-
-
 # --- The pages
 
 def blocks(page, language="python"):
@@ -80,7 +70,6 @@ def blocks(page, language="python"):
 
 
 def test_every_command_parses():
-    """Those of the pages and of the docstrings."""
     programs = SCRIPTS | {"tools/prepare": prepare}
     texts = [module.__doc__ for module in SCRIPTS.values()]
     texts += chain(*(blocks(page, "bash") for page in ("README.md", "docs/recipes.md")))
