@@ -1,10 +1,11 @@
-"""What the scripts share: functions of the same text, help, the demo. The pages: commands, code, tables."""
+"""What the scripts share: functions of the same text, one line for wrong input. The pages: commands and code."""
 import inspect
 import re
 import runpy
 import shlex
 import sys
 from collections import Counter
+from importlib import import_module
 from itertools import chain
 
 import pytest
@@ -13,9 +14,6 @@ from models import logps, parametrize
 from runs import EACH, ROOT, SCRIPTS
 
 import refcache
-from tools import prepare
-
-TEXTS = {script: (ROOT / f"{script}.py").read_text() for script in SCRIPTS}
 
 
 # --- The text of the scripts
@@ -70,12 +68,13 @@ def blocks(page, language="python"):
 
 
 def test_every_command_parses():
-    programs = SCRIPTS | {"tools/prepare": prepare}
+    tools = [file.stem for file in ROOT.glob("tools/*.py") if "class Args" in file.read_text()]
+    programs = SCRIPTS | {f"tools/{tool}": import_module(f"tools.{tool}") for tool in tools}
     texts = [module.__doc__ for module in SCRIPTS.values()]
     texts += chain(*(blocks(page, "bash") for page in ("README.md", "docs/recipes.md")))
     text = "\n".join(texts).replace("\\\n", " ")
     commands = re.findall(r"(?:python|torchrun .*?) ([\w/]+)\.py(.*?)(?:  #.*)?$", text, re.M)
-    assert {name for name, _ in commands} >= set(programs)
+    assert {name for name, _ in commands} >= {*SCRIPTS, "tools/prepare"}
     for name, flags in commands:
         if name in programs:
             words = shlex.split(flags.replace("--model ...", ""))
