@@ -1,46 +1,29 @@
-"""docs/change_it.md: its commands run, and each of its idioms does what the page says."""
-import subprocess
-
-from runs import ROOT, arguments, read, without_speed
-from test_changes import apply, module_of, needs_patch, resumed
+"""docs/change_it.md: each of its idioms does what the page says."""
+import torch
+from runs import ROOT, TOKENIZER, adapt, arguments, load, needs_peft, tiny, without_speed
+from test_changes import apply, module_of, resumed
 from test_scripts import blocks
 
-from tools import prepare
 
-PAGE = "docs/change_it.md"
-OPTIMIZER, METRIC = blocks(PAGE, "diff")
-*_, WORDS, CONVERT = blocks(PAGE)
-
-
-def changed(idiom):
-    return module_of(apply(idiom, (ROOT / "dpo.py").read_text()), "idiom", "dpo")
-
-
-def test_another_optimizer_resumes_bitwise():
-    module, args = changed(OPTIMIZER), arguments(steps=4, save_every=2)
+def test_another_optimizer_and_metric_resume_bitwise():
+    text = (ROOT / "dpo.py").read_text()
+    for idiom in blocks("docs/change_it.md", "diff"):
+        text = apply(idiom, text)
+    module, args = module_of(text, "idiom", "dpo"), arguments(steps=4, save_every=2)
     whole = without_speed(module.main(args))
-    assert whole[-1]["loss"] != whole[1]["loss"] and resumed(module, args)[0] == whole
+    assert whole[-1]["loss"] != whole[1]["loss"] and whole[1]["length/difference"] != 0
+    assert resumed(module, args)[0] == whole
 
 
-def test_metric():
-    before, now = changed(METRIC).main(arguments(steps=1))
-    assert before["eval_length/difference"] == now["eval_length/difference"] != 0
+@needs_peft
+def test_merged_adapter_is_the_same_model(tmp_path, monkeypatch):
+    adapter = adapt("to merge")
+    TOKENIZER.save_pretrained(adapter)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out/dpo").mkdir(parents=True)
+    (tmp_path / "out/dpo/model").symlink_to(adapter)
+    exec(blocks("docs/change_it.md")[-1], {})
 
-
-def test_words_of_a_sample_and_rows_of_another_format(tmp_path, monkeypatch):
-    exec(WORDS + CONVERT, names := {})
-    assert names["words"]([[dict(role="assistant", content="good  soup")]], ended=[True]) == [2]
-
-    monkeypatch.setattr(prepare, "convert", names["convert"])
-    (tmp_path / "rows.jsonl").write_text('{"instruction": "Add.", "input": "2 3", "output": "5"}')
-    prepare.main(prepare.Args(data=f"{tmp_path}/rows.jsonl", out=f"{tmp_path}/out"))
-    assert read(tmp_path / "out/train.jsonl") == [dict(prompt="Add.\n2 3", completion="5", label=True)]
-
-
-@needs_patch
-def test_commands_of_the_page_make_scripts(tmp_path):
-    one, stacked = blocks(PAGE, "bash")[0].splitlines()
-    commands = [f"cp -r {ROOT}/changes {ROOT}/dpo.py {ROOT}/rloo.py .", one.partition(" && ")[0], stacked]
-    subprocess.run(["bash", "-ec", "\n".join(commands)], cwd=tmp_path, check=True)
-    mine = (tmp_path / "my.py").read_text()
-    assert "log_odds" in (tmp_path / "losses.py").read_text() and "nf4" in mine and "k3" in mine
+    ids = torch.tensor([[5, 6, 7, 8]])
+    merged, base, expected = (load(folder)(ids).logits for folder in ("out/merged", tiny(), adapter))
+    assert torch.allclose(merged, expected, atol=1e-4) and not torch.allclose(merged, base, atol=1e-2)

@@ -5,10 +5,9 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from math import log
 from pathlib import Path
 from types import ModuleType
@@ -18,18 +17,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 import tyro
 from models import GROUPS, bad_input, build, gradient, logps, parametrize, slow, slow_but, values_and_gradients
-from runs import FOLDER, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, load, read, run_until, save, tiny, without_speed
+from runs import FOLDER, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, load, run_until, save, tiny, without_speed
 from slow_losses import LOSSES, all_losses, assistant_turns, dpo_loss, of_pairs, orpo
 from torch import tensor
-from transformers import AutoModelForSequenceClassification
 
 import dpo
-import refcache
+import logprobs
 from demo import reward_model
-from refcache import completion_logprobs
 
 PATCHES = {file.stem: file.read_text() for file in sorted((ROOT / "changes").glob("*.patch"))}
-TABLE = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
 SLOW = pytest.mark.slow
 needs_patch = pytest.mark.skipif(not shutil.which("patch"), reason="needs patch")
 MACHINERY = ["compile", "load_in_4bit", "vllm_rollouts", "cuda_graph"]  # they stack on all others
@@ -37,24 +33,12 @@ SCRIPTS_OF = {name: [re.search(r"^--- (\w+)", patch, re.M)[1]] for name, patch i
 SCRIPTS_OF |= dict(compile=list(SCRIPTS), load_in_4bit=list(SCRIPTS), humanline=["kto", "dpo"], tr_dpo=["dpo", "kto"])
 
 
-def hunks(patch):
-    """Yields the old and the new text of each."""
+def apply(patch, text):
     for hunk in re.split(r"^@@ .*\n", patch, flags=re.M)[1:]:
         lines = hunk.splitlines(True)
-        yield ["".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +")]
-
-
-def apply(patch, text):
-    for old, new in hunks(patch):
+        old, new = ("".join(line[1:] for line in lines if line[0] in marks) for marks in (" -", " +"))
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    return text
-
-
-def text_of(script, *names):
-    text = (ROOT / f"{script}.py").read_text()
-    for name in names:
-        text = apply(PATCHES[name], text)
     return text
 
 
@@ -62,13 +46,16 @@ def changed(name, script=None):
     """The module that a patch makes of a script, once. NAME+OTHER: two patches."""
     names = name.split("+")
     script = script or SCRIPTS_OF[names[0]][0]
+    text = (ROOT / f"{script}.py").read_text()
+    for patch in names:
+        text = apply(PATCHES[patch], text)
     label = f"{name} of {script}"
-    return sys.modules.get(label) or module_of(text_of(script, *names), label, script)
+    return sys.modules.get(label) or module_of(text, label, script)
 
 
 def module_of(text, name, script):
     module = sys.modules[name] = ModuleType(name)
-    module.__file__ = SCRIPTS[script].__file__
+    module.__file__, module.text = SCRIPTS[script].__file__, text
     exec(compile(text, name, "exec"), vars(module))
     return module
 
@@ -78,42 +65,30 @@ def module_of(text, name, script):
 @parametrize("name", slow_but(MACHINERY, PATCHES))
 @needs_patch
 def test_patch_applies_to_its_scripts_and_others_stack_on_it(name, tmp_path):
-    """In any order. The linter finds no unused or missing name."""
-    def patch(file, name, out):
-        subprocess.run(["patch", "--fuzz=0", file, ROOT / f"changes/{name}.patch", "-o", out], check=True)
-        return out.read_text()
+    """In any order, and without an offset in its own script. The linter finds no unused or missing name."""
+    def patch(file, name):
+        out = tmp_path / f"{name}.py"
+        command = ["patch", "--fuzz=0", file, ROOT / f"changes/{name}.patch", "-o", out]
+        return out, subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
-    one = tmp_path / "one.py"
     for script in SCRIPTS_OF[name]:
-        assert patch(ROOT / f"{script}.py", name, one) == text_of(script, name)
+        one, told = patch(ROOT / f"{script}.py", name)
+        assert one.read_text() == changed(name, script).text
+        assert "offset" not in told or script != SCRIPTS_OF[name][0]
         ruff = "-m ruff check --no-cache --isolated --select F".split()
         subprocess.run([sys.executable, *ruff, one], check=find_spec("ruff") is not None)
         for other in MACHINERY:
-            if other != name and script in SCRIPTS_OF[other]:
-                assert patch(one, other, tmp_path / "both.py") == text_of(script, other, name)
-
-
-@parametrize("script", SCRIPTS)
-def test_small_change_of_a_script_breaks_at_most_one_patch(script):
-    """A comment that is deleted, or a line that is new in Args or in Loss."""
-    text = (ROOT / f"{script}.py").read_text()
-    flags = text.partition("\nclass Args:")[2].partition("# ---- The loss")[0].splitlines()
-    n_patches = Counter()
-    for patch in (PATCHES[name] for name in PATCHES if script in SCRIPTS_OF[name]):
-        lines = chain(*(old.splitlines() for old, _ in hunks(patch)))
-        n_patches.update({line for line in lines if line and (line in flags or re.search("#|Loss = ", line))})
-    assert not [line for line, n in n_patches.items() if n > 1]
+            if other != name and script in SCRIPTS_OF[other] and {name, other} != {"reward_model", "load_in_4bit"}:
+                assert patch(one, other)[0].read_text() == changed(f"{other}+{name}", script).text
 
 
 def test_patches_and_tables_agree():
+    table = dict(re.findall(r"^\| `(\w+)` \|(.*)\|$", (ROOT / "docs/change_it.md").read_text(), re.M))
     in_readme = dict(re.findall(r"`(\w+)`(?: \(.*?\))? \+(\d+)", (ROOT / "README.md").read_text()))
-    assert set(in_readme) == set(TABLE) == set(PATCHES)
+    assert set(in_readme) == set(table) == set(PATCHES)
     for name, patch in PATCHES.items():
-        header, _, diff = patch.partition("--- ")
-        formula, lines, command = (cell.strip() for cell in TABLE[name].split(" | "))
-        assert header.count("\n") == 3 and max(map(len, header.splitlines())) <= 110
-        assert int(lines) == int(in_readme[name]) == len(re.findall(r"^\+(?!\+\+ )", diff, re.M))
-        assert all(number in header for number in re.findall(r"\d{4}\.\d{5}", formula))
+        _, lines, command = (cell.strip() for cell in table[name].split(" | "))
+        assert int(lines) == int(in_readme[name]) == len(re.findall(r"^\+(?!\+\+ )", patch, re.M))
         flags = re.fullmatch(rf"`python {name}\.py ?(.*)`", command)[1]
         tyro.cli(changed(name).Args, args=shlex.split(flags), use_underscores=True)
 
@@ -121,25 +96,25 @@ def test_patches_and_tables_agree():
 # --- Runs
 
 def watch(monkeypatch, name, slow_loss, function="run_batch"):
-    """Compares the batches of main() with slow_loss. Returns losses and norms of gradients."""
-    losses, fast = [], getattr(changed(name), function)
+    """Compares the batches of main() with slow_loss. Returns the norms of the gradients."""
+    norms, fast = [], getattr(changed(name), function)
 
     def watched(model, *inputs, **options):
-        if not options.get("train", True):
+        if options.get("train") is False:
             return fast(model, *inputs, **options)
         expected = slow_loss(model, *inputs)
         expected.backward()
         slow_gradient = gradient(model)
+        norms.append(slow_gradient.norm().item())
         model.zero_grad()
         result = fast(model, *inputs, **options)
         found = result[-1] if isinstance(result, tuple) else result
         assert found["loss"] == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
-        assert (gradient(model) - slow_gradient).norm() <= 1e-5 * slow_gradient.norm() + 1e-7
-        losses.append((found["loss"], slow_gradient.norm().item()))
+        assert (gradient(model) - slow_gradient).norm() <= 1e-5 * norms[-1] + 1e-7
         return result
 
     monkeypatch.setattr(changed(name), function, watched)
-    return losses
+    return norms
 
 
 def run(name, script=None, **flags):
@@ -158,14 +133,13 @@ def resumed(module, args):
 
 @SLOW
 def test_compiled_model_has_the_same_log_probs_and_gradients(monkeypatch):
-    monkeypatch.setattr(refcache, "log_softmax_at", refcache.log_softmax_at)
-    changed("compile").compile_log_softmax.cache_clear()
+    monkeypatch.setattr(logprobs, "log_softmax_at", logprobs.log_softmax_at)
     compiled = load(script=changed("compile"), trains=True, gradient_checkpointing=True)
     names = {type(part).__name__ for part in compiled.modules() if part._compiled_call_impl}
-    assert names == {"LlamaMLP", "LlamaRMSNorm"} and hasattr(refcache.log_softmax_at, "get_compiler_config")
+    assert names == {"LlamaMLP", "LlamaRMSNorm"} and hasattr(logprobs.log_softmax_at, "get_compiler_config")
     expected = values_and_gradients(slow, load(trains=True), GROUPS)
-    for found, truth in zip(values_and_gradients(completion_logprobs, compiled, GROUPS), expected):
-        assert torch.allclose(found, truth, atol=1e-4, rtol=1e-4)
+    found = values_and_gradients(logprobs.completion_logprobs, compiled, GROUPS)
+    assert all(map(partial(torch.allclose, atol=1e-4, rtol=1e-4), found, expected))
 
 
 @SLOW
@@ -179,16 +153,8 @@ def test_policy_and_reference_in_4_bits_are_equal_and_runs_resume(name):
     assert abs(history[1]["kl" if "grpo" in name else "logratio"]) <= 1e-6
     assert "grpo" in name or b" in NF4" in Path(args.out, "reference_logprobs.pkl").read_bytes()
     assert resumed(module, args)[0] == without_speed(history)
-
-
-@parametrize("name, flags, words", [
-    ("load_in_4bit", dict(ref="swap"), "an adapter.* one process"), ("reward_model", dict(lora_r=4), "all its weights"),
-    ("tr_dpo", dict(ref="live"), "--ref swap"), ("humanline", {}, "--ref swap"),
-    ("losses", dict(loss=("exo_pair",)), "needs --label_smoothing"),
-    ("losses", dict(loss=("hinge",), label_smoothing=0.1), "robust and exo_pair")])
-def test_misuse_is_refused(name, flags, words):
-    with bad_input(words):
-        run(name, **flags)
+    with bad_input("an adapter"):
+        run(name)
 
 
 # --- Pairs
@@ -204,10 +170,10 @@ def chat(*turns):
 
 
 CONVERSATIONS = write_rows("conversations", [dict(prompt="a", chosen=" b c", rejected=" d")] + [
-    dict(prompt=chat(("user", f"film {n}")), tools=[dict(name="look")],
+    dict(prompt=chat(("user", "film")), tools=[dict(name="look")], chat_template_kwargs=dict(thought="so"),
          chosen=chat(("assistant", "good"), (speaker, "yes why"), ("assistant", "yes")),
-         rejected=chat(*[("assistant", "a bad film")] * (n > 0), (speaker, "no why"), *[("assistant", "no")] * (n > 0)))
-    for n, speaker in enumerate(["user", "tool"] * 3)])
+         rejected=chat(*[("assistant", "a bad film")] * n, (speaker, "no why"), *[("assistant", "no")] * n))
+    for n, speaker in [(0, "user"), (1, "tool"), (1, "user")] * 2])
 
 
 @parametrize("name, formula, flags", [
@@ -216,9 +182,9 @@ CONVERSATIONS = write_rows("conversations", [dict(prompt="a", chosen=" b c", rej
     ("multi_turn", assistant_turns, dict(loss=("sigmoid_norm",), data=CONVERSATIONS, eval_data=None))])
 def test_loss_of_pairs(monkeypatch, name, formula, flags):
     """No log-ratio is 0."""
-    losses = watch(monkeypatch, name, of_pairs(formula, load()))
+    norms = watch(monkeypatch, name, of_pairs(formula, load()))
     history, _ = run(name, beta=0.3, model=tiny(1), ref_model=tiny(), **flags)
-    assert len(losses) == 3
+    assert len(norms) == 3
     if formula is orpo:  # without a reference, and per token
         assert history[1]["rewards/chosen"] == pytest.approx(-0.3 * history[1]["nll/chosen"])
 
@@ -233,28 +199,23 @@ def test_log_ratios_of_hundreds_of_nats_stay_finite(loss):
     assert torch.cat([values[None], ratios.grad]).isfinite().all()
 
 
-def test_turn_that_the_template_rewrites_is_not_trained(monkeypatch, capsys):
+def test_turn_that_the_template_rewrites_is_not_trained(monkeypatch):
     """A template that writes a thought before the last message alone, as Qwen3's does."""
     module = changed("multi_turn")
-    args = module.Args(model=tiny(), chat_template_kwargs=dict(thought="so"))
-
-    def load_rows(old, new):
-        monkeypatch.setattr(TOKENIZER, "chat_template", TOKENIZER.chat_template.replace(old, new))
-        return module.load_rows(CONVERSATIONS, TOKENIZER, args)
-
     thought = "{% if loop.last and message.role == 'assistant' %}{{ thought }} {{ tools[0].name }} {% endif %}"
-    _, *rows = load_rows("{{ message.content }}", thought + "{{ message.content }}")
-    assert len(rows) == 5 and "; 11 turns that are not trained" in capsys.readouterr().out
+    template = TOKENIZER.chat_template.replace("{{ message.content }}", thought + "{{ message.content }}")
+    monkeypatch.setattr(TOKENIZER, "chat_template", template)
+
+    _, *rows = module.load_rows(CONVERSATIONS, TOKENIZER, module.Args())
+    assert len(rows) == 4  # an answer without an assistant's turn is dropped
     for row in rows:
         texts = [TOKENIZER.decode(tensor(y)[tensor(mask)]) for y, mask in zip(row[1:3], row.trained)]
         assert texts == ["so look yes<|end|>", "so look no<|end|>"]
     batch = module.compute_batch(load(), rows, None)
     assert batch.logp_w.equal(batch.ratio_w)
-    with bad_input("1 of 7 rows; .*; 6 dropped: no turn"):
-        load_rows("<|assistant|>", "<|assistant|>why ")  # answers do not begin with it
 
 
-def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
+def test_reward_model(monkeypatch):
     def score(model, row, answer):
         return model(tensor([row.prompt + answer])).logits[0, 0]
 
@@ -262,15 +223,14 @@ def test_reward_model_learns_and_scores_in_rloo(monkeypatch):
         margins = [score(model, row, row.chosen) - score(model, row, row.rejected) for row in rows]
         return sum(map(dpo_loss, margins)) / len(rows)
 
-    losses = watch(monkeypatch, "reward_model", slow_loss)
+    norms = watch(monkeypatch, "reward_model", slow_loss)
     model = save(build("llama", TINY | dict(pad_token_id=7)), "pads")
     _, args = run("reward_model", model=model, gradient_checkpointing=True)
-    assert len(losses) == 3
-    model = AutoModelForSequenceClassification.from_pretrained(f"{args.out}/model")
-    expected = [score(model, row, row.chosen).item() for row in dpo.load_rows(args.data, TOKENIZER, args)]
-    columns = {name: [row[name] for row in read(args.data)] for name in ("prompt", "chosen")}
-    monkeypatch.setenv("REWARD_MODEL", f"{args.out}/model")
-    assert reward_model.score(*columns.values(), [True] * 12) == pytest.approx(expected, abs=1e-5)
+    assert len(norms) == 3
+    _, model = reward_model.load(f"{args.out}/model")  # a reward for rloo.py
+    assert model.config.pad_token_id == 7
+    with bad_input("all its weights"):
+        run("reward_model", lora_r=4)
 
 
 # --- Moving references
@@ -281,16 +241,15 @@ def test_humanline_clamps_log_ratios(monkeypatch, script, loss):
     ratios, = module.log_ratios([[tensor([-3.0, -0.9, 1.4, 3.0])]], [((1,), [(1, 2, 3, 4)])], None)
     assert ratios[0].tolist() == pytest.approx([-1, -0.9, 1.4, 1.5])
     monkeypatch.setattr(module, "HUMANLINE", (0.0, 0.0))
-    history, _ = run("humanline", script, ref="swap")
+    history, _ = run("humanline", script)
     assert [values["loss"] for values in history[1:]] == pytest.approx(3 * [loss])
 
 
-MOVING = dict(ref="swap", sync_reference=2, sync_mix=0.6)
+MOVING = dict(sync_reference=2, sync_mix=0.6)
 
 
 @parametrize("name, script, flags", [
-    ("tr_dpo", "kto", MOVING), ("tr_dpo", "dpo", MOVING | dict(dtype="bfloat16")),
-    ("humanline", "kto", dict(ref="swap"))])
+    ("tr_dpo", "kto", MOVING), ("tr_dpo", "dpo", MOVING | dict(dtype="bfloat16")), ("humanline", "kto", {})])
 def test_resumed_run_has_the_same_bits(name, script, flags):
     whole, args = run(name, script, save_every=2, **flags)
     history, folder = resumed(changed(name, script), args)
@@ -317,7 +276,7 @@ def test_sft_is_a_mean_over_tokens_of_good_answers(monkeypatch):
     rows = [dict(completion="a"), dict(completion="longer", label=True), dict(completion="b", label=False),
             dict(chosen="c", rejected="d")]
     path = write_rows("sft", [row | dict(prompt="?") for row in rows])
-    losses = watch(monkeypatch, "sft", slow_loss)
+    norms = watch(monkeypatch, "sft", slow_loss)
     monkeypatch.setattr(changed("sft"), "ReferenceCache", None)
     run("sft", data=path, eval_data=path, steps=2, tokens_per_forward=10)
-    assert len(losses) == 2
+    assert len(norms) == 2
