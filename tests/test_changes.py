@@ -100,7 +100,7 @@ def watch(monkeypatch, name, slow_loss, function="run_batch"):
     norms, fast = [], getattr(changed(name), function)
 
     def watched(model, *inputs, **options):
-        if options.get("train") is False:
+        if options.get("backward") is False:
             return fast(model, *inputs, **options)
         expected = slow_loss(model, *inputs)
         expected.backward()
@@ -150,7 +150,7 @@ def test_policy_and_reference_in_4_bits_are_equal_and_runs_resume(name):
     history, args = run(name, lora_r=4, dtype="bfloat16", save_every=2)
     weights = module.load_model(f"{args.out}/model", "cpu", args, trains=True).parameters()
     assert {x.quant_type for x in weights if isinstance(x, bitsandbytes.nn.Params4bit)} == {"nf4"}
-    assert abs(history[1]["kl" if "grpo" in name else "logratio"]) <= 1e-6
+    assert abs(history[1]["kl" if "grpo" in name else "abs_logratio"]) <= 1e-6
     assert "grpo" in name or b" in NF4" in Path(args.out, "reference_logprobs.pkl").read_bytes()
     assert resumed(module, args)[0] == without_speed(history)
     with bad_input("an adapter"):
@@ -212,7 +212,7 @@ def test_turn_that_the_template_rewrites_is_not_trained(monkeypatch):
         texts = [TOKENIZER.decode(tensor(y)[tensor(mask)]) for y, mask in zip(row[1:3], row.trained)]
         assert texts == ["so look yes<|end|>", "so look no<|end|>"]
     batch = module.compute_batch(load(), rows, None)
-    assert batch.logp_w.equal(batch.ratio_w)
+    assert batch.logp_w.equal(batch.logratio_w)
 
 
 def test_reward_model(monkeypatch):
