@@ -1,5 +1,4 @@
 """Rewards of short runs of rloo.py."""
-import torch
 
 
 def letter_sum(text):
@@ -13,10 +12,6 @@ def letters(completions, **columns):
 
 def letters_if_ended(completions, ended, **columns):
     return [reward if is_whole else None for reward, is_whole in zip(letters(completions), ended)]
-
-
-def noisy(completions, **columns):
-    return [value + torch.rand(()).item() for value in letters(completions)]
 
 
 def silent(completions, **columns):

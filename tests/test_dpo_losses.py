@@ -47,10 +47,8 @@ LOSSES = list(formulas(*PAIRS))
 EACH_LOSS = parametrize("name", LOSSES)
 
 
-def test_every_loss_of_the_command_line_has_a_formula_and_no_other_is_accepted():
+def test_every_loss_of_the_command_line_has_a_formula():
     assert set(get_args(dpo.Loss)) == set(LOSSES)
-    with pytest.raises(ValueError, match="no loss is named foo"):
-        preference_loss("foo", PAIRS, ARGS)
 
 
 @EACH_LOSS

@@ -17,7 +17,7 @@ RUNS = {  # together they have every kind of state
     "dpo": dict(model=save(build("llama", TIED), "tied"), eval_every=2), "dpo-lora": dict(ref="swap", lora_r=4),
     "dpo-bfloat16": dict(dtype="bfloat16", schedule="cosine", ref="swap", tokens_per_forward=300),
     "kto": dict(ref="live"),
-    "rloo": dict(k=3, updates_per_rollout=2, eval_every=2, max_new_tokens=4, reward=(f"{REWARDS}:noisy",)),
+    "rloo": dict(k=3, updates_per_rollout=2, eval_every=2, max_new_tokens=4, reward=(f"{REWARDS}:letters",)),
 }
 
 
@@ -165,6 +165,6 @@ def test_only_the_same_command_goes_on_in_a_folder(script, tmp_path):
 
 
 def test_folder_of_a_running_run_is_not_touched(tmp_path):
-    with FileLock(tmp_path / ".lock-0"), bad_input(f"a process .* still holds {tmp_path}: end it"):
+    with FileLock(tmp_path / ".lock-0"), bad_input(f"a process .* holds {tmp_path}/.lock-0: end it"):
         start("dpo", tmp_path)
     assert len(list(tmp_path.iterdir())) == 1
