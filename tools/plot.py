@@ -1,13 +1,13 @@
-"""Curves of runs, one panel per metric, and a table of their held-out metrics. The curves need matplotlib.
+"""Tables of results, and a picture of those beside TRL, which needs matplotlib.
 
-    python tools/plot.py out/dpo  # the folder of any run, its --out
-    python tools/plot.py out/a out/b --metrics loss eval_loss --out curves.png
+    python tools/plot.py out/dpo out/kto  # held-out metrics: mean ± standard deviation over the runs
     python tools/plot.py benchmarks/smollm2.json --out docs/smollm2.png  # of benchmarks/against_trl.py
 
-The table has the mean ± standard deviation over the runs. Metrics of few steps, such as eval_*, get dots.
+tools/look.py draws the curves of runs.
 """
+import io
 import json
-import math
+import re
 import sys
 from dataclasses import dataclass
 from itertools import cycle
@@ -29,25 +29,18 @@ SIDES = {"refcache": "this project", "trl": "TRL"}  # of a .json of against_trl.
 @dataclass
 class Args:
     runs: tyro.conf.Positional[tuple[str, ...]]  # folders with a metrics.jsonl; or a .json of against_trl.py
-    metrics: tuple[str, ...] = ()  # panels; none: what the runs have of the usual ones
-    out: str | None = "curves.png"  # None: only the table
+    out: str = "curves.png"  # the picture of a .json
 
 
 def main(args: Args):
     if not args.runs:
         sys.exit("name the folders of runs, or a .json of against_trl.py")
-
     if args.runs[0].endswith(".json"):
         results = json.loads(Path(args.runs[0]).read_text())
         print_comparison(results)
-        if args.out:
-            draw_comparison(results, args.out)
-        return
-
-    runs = {name.removesuffix("/metrics.jsonl").rstrip("/"): read_run(name) for name in args.runs}
-    print_held_out(runs)
-    if args.out:
-        draw_runs(runs, args.metrics, args.out)
+        draw_comparison(results, args.out)
+    else:
+        print_table(held_out_table({name.rstrip("/"): read_run(name) for name in args.runs}))
 
 
 def print_table(rows: list[list[str]]):
@@ -73,39 +66,35 @@ def import_pyplot():
 
 
 def save(figure, path: str):
-    """A PNG has 64 colours, which is a quarter of the bytes. Other formats are saved as they are."""
-    if not path.endswith(".png"):
-        figure.savefig(path)
-        return
-    from PIL import Image  # comes with matplotlib
+    """A PNG has 64 colours, which is a quarter of the bytes."""
     figure.savefig(path, dpi=90)
-    Image.open(path).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
+    if path.endswith(".png"):
+        from PIL import Image  # comes with matplotlib
+        Image.open(path).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 
 # ---- Runs ------------------------------------------------------------
 
-def read_run(name: str) -> dict[str, dict[int, float]]:
+def read_run(folder: str) -> dict[str, dict[int, float]]:
     """The metrics of a run: name -> step -> value. Null, the mean of nothing, is left out."""
-    path = Path(name)
-    if path.name != "metrics.jsonl":
-        path = path / "metrics.jsonl"
+    path = Path(folder, "metrics.jsonl")
     if not path.exists():
-        sys.exit(f"{name} has no metrics.jsonl: name the folder of a run, its --out")
+        sys.exit(f"{folder} has no metrics.jsonl: name the folder of a run, its --out")
 
     run = {}
-    for text in path.read_text().splitlines():
-        line = json.loads(text)
-        step = line.pop("step")
-        for metric, value in line.items():
+    for line in path.open():
+        values = json.loads(line)
+        step = values.pop("step")
+        for metric, value in values.items():
             if value is not None:
                 run.setdefault(metric, {})[step] = value
     return run
 
 
-def print_held_out(runs: dict[str, dict]):
+def held_out_table(runs: dict[str, dict]) -> list[list[str]]:
     """The mean over the runs of their first and of their last values, and the last value of each run."""
     columns = list(runs) if len(runs) > 1 else []
-    rows = [["held out", "before", "after", *columns]]
+    rows = [["held out", "before", "after", *(Path(folder).name for folder in columns)]]
     names = [name for run in runs.values() for name in run if name.startswith("eval_")]
     for name in dict.fromkeys(names):  # each name once
         found = {folder: list(run[name].values()) for folder, run in runs.items() if name in run}
@@ -113,36 +102,32 @@ def print_held_out(runs: dict[str, dict]):
         after = mean_std([values[-1] for values in found.values()])
         ends = [f"{found[folder][-1]:.3f}" if folder in found else "" for folder in columns]
         rows.append([name, before, after, *ends])
-    print_table(rows)
+    return rows
 
 
-def draw_runs(runs: dict[str, dict], metrics: tuple[str, ...], path: str):
-    """A panel for each metric, with a line for each run."""
+def usual_metrics(runs: dict[str, dict]) -> list[str]:
+    """Those of METRICS that one of the runs has."""
     found = set().union(*runs.values())
-    names = list(metrics) or [name for name in METRICS if name in found]
-    unknown = set(names) - found
-    if unknown or not names:
-        sys.exit(f"no metric {', '.join(unknown)} in these runs, which have {', '.join(sorted(found))}")
+    return [name for name in METRICS if name in found]
 
-    columns = min(3, len(names))
-    rows = math.ceil(len(names) / columns)
-    figure, panels = import_pyplot().subplots(
-        rows, columns, figsize=(3.4 * columns, 2.3 * rows + 0.4), squeeze=False)
-    for panel, name in zip(panels.flat, names):
-        for (folder, run), colour in zip(runs.items(), cycle(COLOURS)):
-            values = run.get(name, {})
-            marker = "o" if len(values) < 20 else None
-            panel.plot(list(values), list(values.values()), color=colour, linewidth=1.6, marker=marker,
-                       markersize=3.5, label=Path(folder).name)
-        panel.set(title=name, xlabel="step")
-    for panel in panels.flat[len(names):]:
-        panel.axis("off")
 
-    handles, labels = panels.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=min(6, len(runs)), loc="upper center")
-    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / figure.get_figheight()))
-    save(figure, path)
-    print(f"{len(names)} metrics of {len(runs)} runs: {path}")
+def draw_svg(runs: dict[str, dict], name: str) -> str:
+    """A picture of a metric for a page, as a <svg> in the page's colours. Each run has a line."""
+    pyplot = import_pyplot()
+    pyplot.rcParams["svg.fonttype"] = "none"  # text stays text
+    figure, panel = pyplot.subplots(figsize=(3.4, 2.2))
+    for values, colour in zip((run.get(name, {}) for run in runs.values()), cycle(COLOURS)):
+        marker = "o" if len(values) < 20 else None
+        panel.plot(
+            list(values), list(values.values()), color=colour, linewidth=1.6, marker=marker, markersize=3.5)
+    panel.set(title=name, xlabel="step")
+    figure.subplots_adjust(left=0.16, right=0.98, bottom=0.21, top=0.83)
+
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True)
+    pyplot.close(figure)
+    svg = re.sub("^.*(?=<svg)|<metadata>.*</metadata>", "", file.getvalue(), flags=re.DOTALL)
+    return svg.replace("#000000", "currentColor").replace("#e4e4e4", "var(--line)")
 
 
 # ---- A real model, here and in TRL: results of against_trl.py ---------
@@ -228,4 +213,4 @@ def draw_comparison(results: dict, path: str):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, use_underscores=True))
+    main(tyro.cli(Args, description=__doc__, use_underscores=True))

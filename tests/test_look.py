@@ -1,0 +1,272 @@
+"""tools/look.py: what it tells of a file is what the script then does, and a page has the models' numbers."""
+import json
+import re
+import subprocess
+from pathlib import Path
+from shutil import copy, which
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+from models import bad_input, parametrize
+from runs import EACH, PLAIN, ROOT, SCRIPTS, adapt, arguments, byte_level, load, needs_peft, run, said, tiny
+from transformers import GenerationConfig, LlamaConfig
+
+from logprobs import completion_logprobs
+from tools import look
+
+pytest.importorskip("matplotlib")
+PAIR = dict(prompt="The tea", chosen=" was warm.", rejected=" was bad.")
+RATED = dict(prompt="The tea", completion=" was warm.", label=True)
+
+PLAIN = PLAIN.replace("{{ m.content }}", "{{ m.content }}</s>")
+CALLS = "{{ tools | tojson if tools }}" + PLAIN.replace(
+    "{{ m.content", "{{ m.tool_calls | tojson if m.tool_calls }}{{ m.content")
+NAMES = CALLS.replace("m.tool_calls | tojson", "m.tool_calls[0].name")
+THOUGHTLESS = PLAIN.replace("m.content", "m.content.split('</think>')[-1] if m.role == 'assistant' else m.content")
+TRIMS = PLAIN.replace("m.content", "m.content | trim")
+USERS = PLAIN.replace("in messages", "in messages if m.role != 'tool'")
+COUNTS = "{{ messages | length if messages[0].role == 'system' }}" + PLAIN  # another prompt where an answer follows
+STRICT = "{% if messages | length > 2 %}{{ raise_exception('Roles must alternate') }}{% endif %}" + PLAIN
+ADDS = "{{ tools[0].name + '' if tools }}" + PLAIN  # a TypeError if the name is a number
+PURE = "{% if 'z' in messages[0].content != 'z' %}{{ raise_exception('') }}{% endif %}" + PLAIN  # z takes no mark
+
+Q, A, B = said("q", "user"), said("a"), said("b")
+CALL = [dict(name="f", arguments=dict(port="Brest"))]
+TOOLS = [dict(name="f", parameters=dict(port=dict(enum=["Brest", None])))]
+CALLING = Q + said("", tool_calls=CALL) + said("rain", "tool")
+BEGUN = Q + said("The tea is")
+
+TEXT = "have text that the template does not write"
+DROPPED = "are dropped: empty or equal answers"
+STRINGS = "are strings, to which the chat template is not applied"
+EARLY = "have a prompt that ends early: a token spans its end, or the template changes it"
+
+
+def chat(prompt=Q, chosen=A, rejected=B, **columns):
+    return dict(prompt=prompt, chosen=chosen, rejected=rejected) | columns
+
+
+def notes(printed):
+    """The number of rows, the note and the number of the first row, of each note."""
+    return re.findall(r"^ +(\d+) (.*) \(first: row (\d+)\)$", printed, re.M)
+
+
+@pytest.fixture
+def describe(tmp_path, capsys):
+    """What is printed of rows. The tokenizer has a token per byte, and special ones. The script must keep as many
+    rows, or raise an error at the first row of which this is told."""
+    def describe(rows, template=PLAIN, stops=("</s>", "<en>"), adds=(), config=GenerationConfig, model=None):
+        data = tmp_path / "rows.jsonl"
+        data.write_text("\n".join(map(json.dumps, rows)))
+        if model is None:
+            tokenizer = byte_level(template, front=adds)
+            model = mkdtemp(dir=tmp_path)
+            tokenizer.save_pretrained(model)
+            stop_ids = tokenizer.convert_tokens_to_ids(stops)
+            LlamaConfig(eos_token_id=stop_ids, max_position_embeddings=1500).save_pretrained(model)
+            if config is GenerationConfig:
+                config(eos_token_id=stop_ids).save_pretrained(model)
+        capsys.readouterr()
+        look.main(look.Args(model=model, data=str(data)))
+        printed = capsys.readouterr().out
+
+        name, n_read = re.match(r"(\w+).py reads (\d+) of", printed).groups()
+        script = SCRIPTS[name]
+        stopped = [number for _, note, number in notes(printed) if note.startswith("stop")]
+        try:
+            kept = script.load_rows(str(data), script.load_tokenizer(model), script.Args(max_length=10**6))
+        except Exception as error:
+            assert stopped and all(f"row {min(stopped)}" in note for note in getattr(error, "__notes__", []))
+        else:
+            assert len(kept) == int(n_read) and not stopped
+        return printed
+    return describe
+
+
+# --- Before
+
+@parametrize("template, row, expected", [
+    (PLAIN, chat(tools=TOOLS), ["have tools that the template does not write"]),
+    (CALLS, chat(tools=TOOLS), []),
+    (PLAIN, chat(tools=[dict(parameters=dict(role="captain"))]), ["have tools that the template does not write"]),
+    (PLAIN, chat(CALLING), [TEXT]),  # calls of an earlier turn
+    (CALLS, chat(CALLING), []),
+    (USERS, chat(said("as", "tool") + Q), [TEXT]),  # "as" stands in <assistant>
+    (USERS, chat(said("?!", "tool") + Q), [TEXT]),
+    (PLAIN, chat(said("q\U000F0000\U000F0001", "user")), []),  # characters of the marks
+    (USERS, chat(said("x\U000F0000", "tool") + said("\U000F0001", "user")), [TEXT]),
+    (PLAIN, chat(said("?!", "user", name="Ann", language="en")), []),
+    (THOUGHTLESS, chat(said("<think>Hm.</think>a", "user"), said("<think>Hm.</think>a")), [TEXT]),
+    (THOUGHTLESS, chat(said("<think>Hm.</think>a") + Q), []),  # an earlier thought
+    (PLAIN, chat(chosen=said("a", thinking="Hm.")), [TEXT]),
+    (TRIMS, chat(said(" q ", "user"), said("a\n")), []),
+    (TRIMS, chat(chosen=said("b ")), [DROPPED]),  # equal as tokens
+    (CALLS, chat(chosen=said("a", tool_calls=[dict(name="f", arguments=dict(to='1\n"m"'))])), []),
+    (NAMES, chat(chosen=said("", tool_calls=[dict(id="c1", type="function", name="f")])), []),
+    (PLAIN, chat(chosen=said("", tool_calls=CALL)), [DROPPED]),
+    (PURE, chat(said("z", "user")), ["have text that cannot be marked, perhaps some that the template does not"]),
+    (COUNTS, chat(said("Be brief.", "system") + Q), ["stop the script with BadInput: the chat template changes"]),
+    (STRICT, chat(BEGUN), ["stop the script with TemplateError: Roles must alternate"]),
+    (ADDS, chat(tools=[dict(name=7)]), ["stop the script with TypeError: "]),
+    (PLAIN, dict(prompt=Q, chosen=A), ["stop the script with KeyError: 'rejected'"]),
+    (PLAIN, PAIR, [STRINGS, "have an answer without </s>, which the script adds"]),
+    (PLAIN, dict(PAIR, chosen=" a</s>", rejected=" b</s>"), [STRINGS])])
+def test_what_is_told_of_a_row_is_what_the_script_does(describe, template, row, expected):
+    found = notes(describe([chat(), row, row], template))
+    told = [(n, note[:len(words)], first) for (n, note, first), words in zip(found, expected, strict=True)]
+    assert told == [("2", words, "2") for words in expected]
+
+
+@parametrize("good, bad", [
+    (RATED, RATED | dict(completion="  ")), (RATED, RATED | dict(label="true")), (RATED, RATED | dict(completion=[])),
+    (RATED, dict(prompt="q", completion="a")), (dict(prompt=Q), dict(prompt="")), (dict(prompt=Q), dict(prompt=[])),
+    (dict(prompt=Q, tools=None), dict(prompt=Q, tools=TOOLS)), (dict(prompt=Q), dict(prompt=BEGUN))])
+def test_rows_of_the_other_scripts_are_counted_as_they_do(describe, good, bad):
+    describe([good, bad, *[good] * 70, bad])
+
+
+def test_a_file_of_which_nothing_is_read_is_refused_with_the_reason(describe):
+    with bad_input("dpo.py reads no row of .*: all stop the script with TemplateError: Roles must alternate"):
+        describe([chat(BEGUN)], STRICT)
+
+
+def test_the_first_row_is_shown_as_the_model_reads_it(describe):
+    shown = "row 1, | where training begins:\n  "
+    assert shown + "'<user>q</s><assistant>'\n  | 'a</s>'\n  | 'b</s>'\n" in describe([chat(), chat(tools=[])])
+    assert shown + "'<s>The tea'\n  | ' was warm.</s>'\n  | ' was bad.</s>'\n" in describe([PAIR], adds=["<s>"])
+    assert shown + "'<user>q</s><assistant>The tea is'\n" in describe([dict(prompt=BEGUN)])
+
+
+def test_prompts_that_end_early_are_told(describe):
+    for row in (PAIR | dict(chosen="s warm.", rejected=", bad."), RATED | dict(completion="s warm.")):
+        row |= dict(prompt="The tea wa")
+        assert ("1", EARLY, "1") in notes(describe([row], model=str(ROOT / "demo/model")))
+    assert notes(describe([chat()], PLAIN.replace("%}<assistant>", "%}<assistant><think>"))) == [("1", EARLY, "1")]
+
+
+def test_rows_beyond_a_limit_are_counted(describe):
+    out = describe([chat(said("q" * length, "user")) for length in (1600, 1100, 1)])
+    assert re.findall(r"(\S+) rows are longer than (\S+) tokens", out) == [("2", "1,024"), ("1", "1,500")]
+
+
+def test_chats_without_bos_and_ends_at_which_generation_does_not_stop_are_told(describe):
+    assert notes(describe([chat()], adds=["<s>"])) == [
+        ("1", "do not begin with <s>, which the template does not write", "1")]
+    for config in (GenerationConfig, LlamaConfig):  # the latter without generation_config.json
+        assert notes(describe([chat()], stops=["<en>"], config=config)) == [
+            ("1", "have an answer that does not end with <en>, where generation stops", "1")]
+
+
+@needs_peft
+def test_an_adapter_reads_as_its_base_does(describe):
+    assert describe([PAIR], model=adapt("looked")) == describe([PAIR], model=tiny())
+
+
+# --- After
+
+def page_of(*runs, **flags):
+    """The page of the first of these runs."""
+    look.main(look.Args(runs=tuple(map(str, runs)), **flags))
+    return (Path(runs[0]) / "look.html").read_text()
+
+
+def values_of(page):
+    """The values of the tokens of all answers."""
+    return [float(nats) for nats in re.findall("title='(.*?) nats'", page[page.index("<article>"):])]
+
+
+@EACH
+def test_numbers_of_a_page_are_those_of_both_models(script, monkeypatch):
+    finished, loaded, load_model = run(script), [], SCRIPTS[script].load_model
+    with monkeypatch.context() as patch:
+        patch.setattr(SCRIPTS[script], "load_model", lambda name, *rest: loaded.append(name) or load_model(name, *rest))
+        page = page_of(finished.out)
+    assert loaded == [finished.model] + [tiny()] * (script == "rloo")  # the others have a cache
+
+    tokenizer = SCRIPTS[script].load_tokenizer(finished.model)
+    expected = []
+    for row in look.load_rows(SCRIPTS[script], finished.args, finished.out, tokenizer):
+        groups = [(row.prompt, list(row.answers.values()))]
+        new, old = (completion_logprobs(load(model), groups)[0] for model in (finished.model, tiny()))
+        for x, y in zip(new, old):
+            expected += (x - y).tolist()
+            assert f" <b>{(x - y).sum():+.2f}</b><p" in page
+    assert sorted(values_of(page)) == pytest.approx(sorted(expected), abs=1e-5) and np.ptp(expected) > 0.1
+    assert list(map(float, re.findall(r"<td>([+-]\d+\.\d{5})\b", page))) == values_of(page)  # as a table
+
+
+def test_wrong_rows_come_first():
+    page = page_of(run("dpo").out)
+    margins = [float(text) for text in re.findall(r"margin ([+-][\d.]+)", page)]
+    assert margins == sorted(margins) and len(margins) == 3 and page.count("wrong</b>") == np.sum(np.less(margins, 0))
+    ones = dict(chosen=np.ones(2), rejected=np.ones(3))
+    assert look.Row((), {}, {}, ones).margin() == look.Row((), {}, {}, dict(undesirable=np.ones(1))).margin() == -1
+    assert look.Row((), {}, dict(before=0.5, after=0.25), ones).margin() == -0.25
+
+
+def test_text_of_files_is_escaped_and_nothing_is_loaded_from_elsewhere(tmp_path):
+    text = "<script>alert(1)</script>"
+    data = tmp_path / "<b>.jsonl"
+    data.write_text(json.dumps(dict(prompt=text, chosen=text + "1", rejected=text)))
+    args = arguments(data=str(data), eval_data=str(data), steps=1, out=f"{tmp_path}/<u>")
+    look.dpo.main(args)
+    page = page_of(args.out)
+    assert not re.search(r"<(script|b>\.|u>)", page) and "&lt;u&gt;" in page and "alert" in re.sub("<.*?>", "", page)
+    assert not re.search(r"""(src|href)=["']?[^#"']|url\((?!#)|@import""", page)
+
+
+def test_each_token_has_a_text_also_if_it_is_a_part_of_a_character():
+    tokenizer = byte_level()
+    text = "é <i>\n\u2028😀\x00 "
+    ids = tokenizer(text).input_ids
+    texts = look.token_texts(tokenizer, ids)
+    assert len(texts) == len(text.encode()) and "".join(texts).replace("\ufffd", "") == "é <i>↵\n\u2028😀␀ "
+    assert look.token_texts(tokenizer, ids[:1] * 30) == ["\ufffd"] * 30
+
+
+def test_tokens_that_moved_most_are_listed_and_end_tokens():
+    ids = (*range(40, 80), 1)  # 1 is </s>
+    ratios = np.append(np.linspace(1, -1, 40), 0.001)
+    rows = [look.Row((), dict(chosen=ids), {}, dict(chosen=ratios)),
+            look.Row((), dict(chosen=ids[:1]), {}, dict(chosen=np.array([2.0])))]
+    listed = re.findall(r"nats'>(\S+)</i><td>(\S+)<td>(\d+)", look.show_moved(rows, byte_level(), 1.0))
+    assert len(listed) == 21 and listed[10] == ("&lt;/s&gt;", "+0.00", "1")
+    assert (listed[0][1:], listed[-1][1:]) == (("+1.50", "2"), ("-1.00", "1"))
+
+
+def test_rows_beyond_a_limit_are_left_out_of_a_page(monkeypatch):
+    out = run("dpo").out
+    assert page_of(out, rows=1).count("<article>") == 1
+    articles = re.findall("<article>.*?</article>", page_of(out), re.DOTALL)
+    monkeypatch.setattr(look, "MAX_BYTES", len("".join(articles).encode()) - 1)
+    page = page_of(out)
+    assert page.count("<article>") == 2 and "2 of 3 rows" in page
+
+
+def test_another_reference_and_runs_that_have_not_finished(tmp_path):
+    finished = run("dpo")
+    assert not any(values_of(page_of(finished.out, ref_model=finished.model)))
+    for name in ("args.json", "metrics.jsonl"):
+        copy(finished.out / name, tmp_path)
+    page = page_of(tmp_path, finished.out)
+    assert page.count("<svg") == 7 and page.count("━</b>") == 2 and "<article>" not in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not which("chromium"), reason="needs chromium")
+@EACH
+def test_a_browser_opens_the_page_with_all_tokens_and_no_error(script, tmp_path):
+    file = run(script).out / "look.html"
+    values = values_of(page_of(file.parent))
+    program = """<script>const tokens = [...document.querySelectorAll('article i')]
+        const coloured = tokens.filter(i => /nats$/.test(i.title) && getComputedStyle(i).backgroundColor != '')
+        document.title = [coloured.length, document.documentElement.scrollWidth <= innerWidth]</script>"""
+    probe = tmp_path / "probe.html"  # a program counts what the browser makes of the page
+    probe.write_text(re.sub("<meta http-equiv.*?>", "", file.read_text()) + program)
+    for page, title in ((file, file.parent.name), (probe, f"{len(values)},true")):
+        shown = subprocess.run(
+            ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+             "--enable-logging=stderr", f"--user-data-dir={tmp_path}", "--window-size=390,800", "--dump-dom",
+             page.as_uri()], capture_output=True, text=True, timeout=120)
+        assert f"<title>{title}</title>" in shown.stdout and "CONSOLE" not in shown.stderr
