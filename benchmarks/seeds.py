@@ -3,7 +3,7 @@
     python benchmarks/seeds.py --model out/smollm2                    # 25 minutes on two CPU cores
     python benchmarks/seeds.py --model out/smollm2 --runs kto_sums    # one of them
     python benchmarks/seeds.py --runs demo_dpo demo_kto demo_rloo     # 5 minutes on one core
-    python tools/plot.py benchmarks/runs/kto_sums-*                   # mean ± std of the seeds, and curves
+    python tools/plot.py benchmarks/runs/kto_sums-*                   # mean ± std of the seeds
 
 Writes the metrics of each run to benchmarks/runs/NAME-SEED/metrics.jsonl, and prints its command and how long
 it took in all. `rloo_sums` is the README's hello world. dpo.py and kto.py do not sample: `rloo.py --steps 0`

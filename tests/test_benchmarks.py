@@ -13,16 +13,16 @@ def start(name, *flags, folder="benchmarks"):
 
 
 @pytest.mark.slow
-def test_plot_prints_tables_and_draws(tmp_path):
+def test_tables_and_pictures_of_results(tmp_path):
     """Of a model's measurements, and of runs: a metric that is null at a step is left out there."""
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "curves.png"
-    table = start("plot", ROOT / "benchmarks/smollm2.json", "--out", picture, folder="tools")
+    picture = tmp_path / "smollm2.png"
+    table = start("trl_table", ROOT / "benchmarks/smollm2.json", "--out", picture, folder="benchmarks")
     assert "| reference pass of `dpo` | " in table and picture.exists()
-    table = start("plot", *ROOT.glob("benchmarks/runs/kto_sums-*"), "--out", picture, folder="tools")
+    table = start("plot", *ROOT.glob("benchmarks/runs/kto_sums-*"), folder="tools")
     assert re.search(r"\| eval_(score|reward) \| 0\.\d+ ± 0\.\d+ \| ", table)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_kl": 0.5}\n{"step": 1, "eval_kl": null}\n')
-    assert "| eval_kl | 0.500 | 0.500 |" in start("plot", tmp_path, "--out", picture, folder="tools")
+    assert "| eval_kl | 0.500 | 0.500 |" in start("plot", tmp_path, folder="tools")
 
     results = ROOT / "benchmarks/frontier.jsonl"
     table = start("frontier", "--results", results, "--figure", tmp_path / "frontier.png", folder="demo")
