@@ -665,7 +665,7 @@ def shrink(args: Args) -> Args:
 
 
 if __name__ == "__main__":
-    args = tyro.cli(Args, use_underscores=True)
+    args = tyro.cli(Args, description=__doc__, use_underscores=True)
     if args.model:
         ROLLOUTS = MODEL_ROLLOUTS
     if args.tiny:

@@ -55,4 +55,4 @@ def main(args: Args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, use_underscores=True))
+    main(tyro.cli(Args, description=__doc__, use_underscores=True))

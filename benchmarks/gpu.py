@@ -55,8 +55,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 sys.path.append(str(ROOT / "tests"))
 from models import flat, slow, values_and_gradients
 
-import refcache
-from refcache import ReferenceCache, Swap, completion_logprobs, count_tokens
+import logprobs
+from logprobs import completion_logprobs, count_tokens
+from refcache import ReferenceCache, Swap
 
 
 @dataclass
@@ -264,9 +265,9 @@ class Numbers:
         with quiet():
             truth = values_and_gradients(slow, exact, groups)
             flat_row = errors(truth, values_and_gradients(completion_logprobs, exact, groups))
-            with patch.object(refcache, "varlen_attn", wraps=refcache.varlen_attn) as attention:
+            with patch.object(logprobs, "varlen_attn", wraps=logprobs.varlen_attn) as attention:
                 kernel = errors(truth, values_and_gradients(completion_logprobs, model, groups))
-            with patch.object(refcache, "one_kernel_serves", lambda *_: False):
+            with patch.object(logprobs, "one_kernel_serves", lambda *_: False):
                 loop = errors(truth, values_and_gradients(completion_logprobs, deepcopy(model), groups))
 
         ok = max(flat_row) < 1e-4 and (attention.called or DEVICE == "cpu")
@@ -404,7 +405,7 @@ class Numbers:
 
         ok = abs(from_ln_2) < 5e-3 and last < math.log(2) - 1e-3 and gap < 1e-2
         return ok, dict(
-            from_ln_2=from_ln_2, nats_per_token=history[0]["logratio"], loss_of_step_4=last,
+            from_ln_2=from_ln_2, nats_per_token=history[0]["abs_logratio"], loss_of_step_4=last,
             from_cached_run=gap)
 
     def compare(self, way: str):
@@ -552,7 +553,7 @@ class Speed:
         """The first step compiles what the reference's pass has not."""
         if DEVICE == "cpu":
             return None, dict(error="not on a CPU, where it takes minutes to compile")
-        with patch.object(refcache, "log_softmax_at", refcache.log_softmax_at):  # the patch compiles it
+        with patch.object(logprobs, "log_softmax_at", logprobs.log_softmax_at):  # the patch compiles it
             return self.dpo(shape, "cache", patched(dpo, "compile"))
 
     @torch.no_grad()
@@ -708,4 +709,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args, use_underscores=True)))
+    sys.exit(main(tyro.cli(Args, description=__doc__, use_underscores=True)))

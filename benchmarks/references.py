@@ -89,4 +89,4 @@ def print_table(results: dict):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, use_underscores=True))
+    main(tyro.cli(Args, description=__doc__, use_underscores=True))

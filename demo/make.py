@@ -23,6 +23,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+import tyro
 from score import BAD, GOOD, PEOPLE, PLACES, QUESTIONS, REPLIES, THINGS, sentiment, success
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -174,4 +175,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, description=__doc__, use_underscores=True)

@@ -21,10 +21,10 @@ too.
 """
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
+import tyro
 
 QUESTION = "What is {a} + {b}? Answer with the number only."
 RIGHT_FORM = "{a} + {b} = {c}"
@@ -81,7 +81,7 @@ def make_rows(rng, sums: list) -> dict[str, list[dict]]:
     return {"prompts": prompts, "pairs": pairs, "rated": rated}
 
 
-def main(folder: Path):
+def main(folder: tyro.conf.Positional[Path] = Path("out/sums")):
     rng = np.random.default_rng(0)
     train, test = split(rng)
     print(f"{len(train)} sums to train on, {len(test)} held out")
@@ -95,6 +95,4 @@ def main(folder: Path):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        sys.exit(__doc__)
-    main(Path(*sys.argv[1:] or ["out/sums"]))
+    tyro.cli(main, description=__doc__, use_underscores=True)

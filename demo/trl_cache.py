@@ -11,17 +11,17 @@ The reference is the checkpoint at `name_or_path`: save a policy that was change
 `dpo.py --ref_cache FILE` reads the same file. It finds answers of the same token ids, if `--dtype` is the same.
 """
 import sys
-from array import array
 from pathlib import Path
 
 import numpy as np
 import torch
+import tyro
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM
 from trl import DPOConfig, DPOTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from refcache import ReferenceCache, checkpoint_digest
+from refcache import ReferenceCache, bytes_of, checkpoint_digest
 
 
 class CachedDPOTrainer(DPOTrainer):
@@ -64,16 +64,20 @@ def read_columns(dataset, **header) -> ReferenceCache:
     """`header`: reference=checkpoint_digest(folder), dtype="float32"."""
     cache = ReferenceCache(**header)
     for row in dataset:
-        prompt, *answers = (array("I", row[f"{name}_ids"]).tobytes() for name in ("prompt", "chosen", "rejected"))
-        logps = [np.float32(values).tobytes() for values in row["ref_token_logps"]]
-        cache.table |= {(prompt, answer): values for answer, values in zip(answers, logps)}
+        for name, logps in zip(("chosen", "rejected"), row["ref_token_logps"]):
+            key = bytes_of(row["prompt_ids"]), bytes_of(row[f"{name}_ids"])
+            cache.table[key] = np.float32(logps).tobytes()
     return cache
 
 
-if __name__ == "__main__":
+def main():
     demo = Path(__file__).resolve().parent
     pairs = load_dataset("json", data_files=f"{demo}/pairs.jsonl", split="train")
     on_gpu = torch.cuda.is_available()
     config = DPOConfig(
         output_dir="out/trl", precompute_ref_log_probs=True, max_steps=10, bf16=on_gpu, use_cpu=not on_gpu)
     CachedDPOTrainer(model=f"{demo}/model", args=config, train_dataset=pairs).train()
+
+
+if __name__ == "__main__":
+    tyro.cli(main, description=__doc__, use_underscores=True)
