@@ -263,8 +263,7 @@ def settings(args: Args, shape: str, work: str, out: str = ""):
         model=f"{folder}/model", data=f"{folder}/pairs.jsonl", out=f"{folder}/{out}", steps=args.steps,
         lr=args.lr, schedule="constant", warmup=0.0, save_every=0, beta=0.1,
         max_length=args.max_length, batch_size=args.batch_size, seed=args.seed,
-        dtype="bfloat16" if DEVICE == "cuda" else "float32",
-        eval_size=0, samples=0)  # of older checkouts
+        dtype="bfloat16" if DEVICE == "cuda" else "float32")
     script = dpo
     if work in ROLLOUTS:
         script = rloo
@@ -282,13 +281,7 @@ def settings(args: Args, shape: str, work: str, out: str = ""):
     elif work == "kto":
         script = kto
         flags |= dict(data=f"{folder}/rated.jsonl", batch_size=2 * args.batch_size)
-    return arguments(script, flags | json.loads(args.extra))
-
-
-def arguments(script, flags: dict):
-    """Its Args. Flags that it does not have are left out."""
-    known = script.Args.__dataclass_fields__
-    return script.Args(**{name: value for name, value in flags.items() if name in known})
+    return script.Args(**flags | json.loads(args.extra))
 
 
 def read_rows(script, given) -> list:

@@ -1,15 +1,31 @@
-"""Tables and pictures of committed results."""
+"""Benchmarks with tiny sizes, tables and pictures of committed results, and the help of each program."""
+import ast
+import os
 import re
+import runpy
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+from models import parametrize
 from runs import ROOT
 
 
 def start(name, *flags, folder="benchmarks"):
     command = [sys.executable, f"{ROOT}/{folder}/{name}.py", *map(str, flags)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.slow
+@parametrize("line, row", [
+    (f"against_trl --tiny --works dpo rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | "),
+    ("against_trl --tiny --works reference", "| reference | trl + cache | "),
+    ("gpu speed --tiny", "tiny, rloo.py, k=8 | prompt 40,")])
+def test_benchmark_prints_rows(line, row):
+    if "works reference" in line:
+        pytest.importorskip("trl")
+    assert row in start(*line.split())
 
 
 @pytest.mark.slow
@@ -27,3 +43,24 @@ def test_tables_and_pictures_of_results(tmp_path):
     results = ROOT / "benchmarks/frontier.jsonl"
     table = start("frontier", "--results", results, "--figure", tmp_path / "frontier.png", folder="demo")
     assert (ROOT / "benchmarks/README.md").read_text().count(table) == 1 and (tmp_path / "frontier.png").exists()
+
+
+# Modules without a command line, such as demo/score.py, are no programs.
+FILES = sorted(path for folder in ("demo", "tools", "benchmarks") for path in ROOT.glob(f"{folder}/*.py"))
+PROGRAMS = [path for path in FILES if "__main__" in path.read_text()]
+
+
+@parametrize("path", PROGRAMS, ids=lambda path: path.name)
+def test_help_is_printed_and_nothing_else_is_done(path, tmp_path, monkeypatch, capsys):
+    text = path.read_text()
+    if "\nfrom trl" in text:
+        pytest.importorskip("trl")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+    monkeypatch.setattr(sys, "path", [str(path.parent), *sys.path])
+    with mock.patch.dict(os.environ), pytest.raises(SystemExit) as end:  # an import may set variables
+        runpy.run_path(str(path), run_name="__main__")
+    assert end.value.code == 0
+    first_words = " ".join(ast.get_docstring(ast.parse(text)).split()[:4])
+    assert first_words in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
