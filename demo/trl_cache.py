@@ -55,7 +55,7 @@ class CachedDPOTrainer(DPOTrainer):
 
 def add_columns(dataset, cache: ReferenceCache):
     def columns(row):
-        logps = [cache[tuple(row["prompt_ids"]), tuple(row[f"{name}_ids"])] for name in ("chosen", "rejected")]
+        logps = [cache[row["prompt_ids"], row[f"{name}_ids"]] for name in ("chosen", "rejected")]
         return {"ref_chosen_logps": logps[0].sum(), "ref_rejected_logps": logps[1].sum(), "ref_token_logps": logps}
     return dataset.map(columns)
 
