@@ -34,7 +34,7 @@ def chat(prompt=Q, chosen=A, rejected=B, **columns):
 TEXT = text("The tea| was warm.| was bad.")
 BRIEF = said("Be brief.", "system") + Q
 LONG = said("W?", "user") + said("<think>Hm.</think>Warm.") + said("And s?", "user")
-TOOLS = [dict(name="f")]
+TOOLS = [dict(name="f", strict=None)]  # a key that is null is absent
 BYTES, BEGINS = byte_level(), byte_level(front=["<s>", "<en>"])
 
 
@@ -102,7 +102,7 @@ def test_labels_scores_and_columns_of_rloo(load):
     rated = TEXT | dict(chosen_reward=2, rejected_reward=-0.5)
     assert all(map(math.isnan, load([rated])[0].scores))  # a loss that reads them without rpo in its name fails
     assert load([rated], loss=("sft", "rpo_sq"))[0].scores == (2.0, -0.5)
-    rows = [dict(prompt="The tea"), dict(prompt="The soup", answer=[4])]
+    rows = [dict(prompt="The tea"), dict(prompt="The soup", answer=[4, dict(note=None)])]
     assert [row.columns for row in load(rows, script=rloo)] == [rows[0] | dict(answer=None), rows[1]]
 
 
