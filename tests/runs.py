@@ -186,3 +186,17 @@ def adapt(name, base=None, seed=0, **config):
                 p.add_(torch.randn_like(p) * 0.05)
     model.save_pretrained(f"{FOLDER.name}/{name}")
     return f"{FOLDER.name}/{name}"
+
+
+# --- Rows
+
+PAIR = dict(prompt="The tea", chosen=" was warm.", rejected=" was bad.")
+RATED = dict(prompt="The tea", completion=" was warm.", label=True)
+Q, A, B = said("q", "user"), said("a"), said("b")
+CALL = [dict(name="f", arguments=dict(port="Brest"))]
+TOOLS = [dict(name="f", parameters=dict(port=dict(enum=["Brest", None])))]
+CALLING = Q + said("", tool_calls=CALL) + said("rain", "tool")
+
+
+def chat(prompt=Q, chosen=A, rejected=B, **columns):
+    return dict(prompt=prompt, chosen=chosen, rejected=rejected) | columns

@@ -8,43 +8,32 @@ from tempfile import mkdtemp
 
 import numpy as np
 import pytest
-from models import bad_input, parametrize
-from runs import EACH, PLAIN, ROOT, SCRIPTS, adapt, arguments, byte_level, load, needs_peft, run, said, tiny
-from transformers import GenerationConfig, LlamaConfig
+from models import parametrize
+from runs import (
+    CALL, CALLING, EACH, PAIR, PLAIN, RATED, ROOT, SCRIPTS, TOOLS, A, Q, adapt, arguments, byte_level, chat, load,
+    needs_peft, run, said, tiny)
+from transformers import LlamaConfig
 
 from logprobs import completion_logprobs
 from tools import look
 
 pytest.importorskip("matplotlib")
-PAIR = dict(prompt="The tea", chosen=" was warm.", rejected=" was bad.")
-RATED = dict(prompt="The tea", completion=" was warm.", label=True)
 
 PLAIN = PLAIN.replace("{{ m.content }}", "{{ m.content }}</s>")
 CALLS = "{{ tools | tojson if tools }}" + PLAIN.replace(
     "{{ m.content", "{{ m.tool_calls | tojson if m.tool_calls }}{{ m.content")
 NAMES = CALLS.replace("m.tool_calls | tojson", "m.tool_calls[0].name")
 THOUGHTLESS = PLAIN.replace("m.content", "m.content.split('</think>')[-1] if m.role == 'assistant' else m.content")
-TRIMS = PLAIN.replace("m.content", "m.content | trim")
 USERS = PLAIN.replace("in messages", "in messages if m.role != 'tool'")
 COUNTS = "{{ messages | length if messages[0].role == 'system' }}" + PLAIN  # another prompt where an answer follows
 STRICT = "{% if messages | length > 2 %}{{ raise_exception('Roles must alternate') }}{% endif %}" + PLAIN
+THINKS = PLAIN.replace("%}<assistant>", "%}<assistant><think>")
 ADDS = "{{ tools[0].name + '' if tools }}" + PLAIN  # a TypeError if the name is a number
-PURE = "{% if 'z' in messages[0].content != 'z' %}{{ raise_exception('') }}{% endif %}" + PLAIN  # z takes no mark
 
-Q, A, B = said("q", "user"), said("a"), said("b")
-CALL = [dict(name="f", arguments=dict(port="Brest"))]
-TOOLS = [dict(name="f", parameters=dict(port=dict(enum=["Brest", None])))]
-CALLING = Q + said("", tool_calls=CALL) + said("rain", "tool")
 BEGUN = Q + said("The tea is")
 
 TEXT = "have text that the template does not write"
-DROPPED = "are dropped: empty or equal answers"
 STRINGS = "are strings, to which the chat template is not applied"
-EARLY = "have a prompt that ends early: a token spans its end, or the template changes it"
-
-
-def chat(prompt=Q, chosen=A, rejected=B, **columns):
-    return dict(prompt=prompt, chosen=chosen, rejected=rejected) | columns
 
 
 def notes(printed):
@@ -56,7 +45,7 @@ def notes(printed):
 def describe(tmp_path, capsys):
     """What is printed of rows. The tokenizer has a token per byte, and special ones. The script must keep as many
     rows, or raise an error at the first row of which this is told."""
-    def describe(rows, template=PLAIN, stops=("</s>", "<en>"), adds=(), config=GenerationConfig, model=None):
+    def describe(rows, template=PLAIN, stops=("</s>", "<en>"), adds=(), model=None):
         data = tmp_path / "rows.jsonl"
         data.write_text("\n".join(map(json.dumps, rows)))
         if model is None:
@@ -65,8 +54,6 @@ def describe(tmp_path, capsys):
             tokenizer.save_pretrained(model)
             stop_ids = tokenizer.convert_tokens_to_ids(stops)
             LlamaConfig(eos_token_id=stop_ids, max_position_embeddings=1500).save_pretrained(model)
-            if config is GenerationConfig:
-                config(eos_token_id=stop_ids).save_pretrained(model)
         capsys.readouterr()
         look.main(look.Args(model=model, data=str(data)))
         printed = capsys.readouterr().out
@@ -89,23 +76,17 @@ def describe(tmp_path, capsys):
 @parametrize("template, row, expected", [
     (PLAIN, chat(tools=TOOLS), ["have tools that the template does not write"]),
     (CALLS, chat(tools=TOOLS), []),
-    (PLAIN, chat(tools=[dict(parameters=dict(role="captain"))]), ["have tools that the template does not write"]),
     (PLAIN, chat(CALLING), [TEXT]),  # calls of an earlier turn
     (CALLS, chat(CALLING), []),
     (USERS, chat(said("as", "tool") + Q), [TEXT]),  # "as" stands in <assistant>
     (USERS, chat(said("?!", "tool") + Q), [TEXT]),
-    (PLAIN, chat(said("q\U000F0000\U000F0001", "user")), []),  # characters of the marks
-    (USERS, chat(said("x\U000F0000", "tool") + said("\U000F0001", "user")), [TEXT]),
-    (PLAIN, chat(said("?!", "user", name="Ann", language="en")), []),
+    (USERS, chat(said("x\U000F0000", "tool") + said("\U000F0001", "user")), [TEXT]),  # characters of the marks
     (THOUGHTLESS, chat(said("<think>Hm.</think>a", "user"), said("<think>Hm.</think>a")), [TEXT]),
     (THOUGHTLESS, chat(said("<think>Hm.</think>a") + Q), []),  # an earlier thought
     (PLAIN, chat(chosen=said("a", thinking="Hm.")), [TEXT]),
-    (TRIMS, chat(said(" q ", "user"), said("a\n")), []),
-    (TRIMS, chat(chosen=said("b ")), [DROPPED]),  # equal as tokens
-    (CALLS, chat(chosen=said("a", tool_calls=[dict(name="f", arguments=dict(to='1\n"m"'))])), []),
+    (CALLS, chat(chosen=said("a ", tool_calls=[dict(name="f", arguments=dict(to='1\n"m"'))])), []),
     (NAMES, chat(chosen=said("", tool_calls=[dict(id="c1", type="function", name="f")])), []),
-    (PLAIN, chat(chosen=said("", tool_calls=CALL)), [DROPPED]),
-    (PURE, chat(said("z", "user")), ["have text that cannot be marked, perhaps some that the template does not"]),
+    (PLAIN, chat(chosen=said("", tool_calls=CALL)), ["are dropped: empty or equal answers"]),
     (COUNTS, chat(said("Be brief.", "system") + Q), ["stop the script with BadInput: the chat template changes"]),
     (STRICT, chat(BEGUN), ["stop the script with TemplateError: Roles must alternate"]),
     (ADDS, chat(tools=[dict(name=7)]), ["stop the script with TypeError: "]),
@@ -119,16 +100,10 @@ def test_what_is_told_of_a_row_is_what_the_script_does(describe, template, row, 
 
 
 @parametrize("good, bad", [
-    (RATED, RATED | dict(completion="  ")), (RATED, RATED | dict(label="true")), (RATED, RATED | dict(completion=[])),
-    (RATED, dict(prompt="q", completion="a")), (dict(prompt=Q), dict(prompt="")), (dict(prompt=Q), dict(prompt=[])),
+    (RATED, RATED | dict(completion="  ")), (RATED, RATED | dict(label="true")), (dict(prompt=Q), dict(prompt="")),
     (dict(prompt=Q, tools=None), dict(prompt=Q, tools=TOOLS)), (dict(prompt=Q), dict(prompt=BEGUN))])
 def test_rows_of_the_other_scripts_are_counted_as_they_do(describe, good, bad):
     describe([good, bad, *[good] * 70, bad])
-
-
-def test_a_file_of_which_nothing_is_read_is_refused_with_the_reason(describe):
-    with bad_input("dpo.py reads no row of .*: all stop the script with TemplateError: Roles must alternate"):
-        describe([chat(BEGUN)], STRICT)
 
 
 def test_the_first_row_is_shown_as_the_model_reads_it(describe):
@@ -139,10 +114,10 @@ def test_the_first_row_is_shown_as_the_model_reads_it(describe):
 
 
 def test_prompts_that_end_early_are_told(describe):
-    for row in (PAIR | dict(chosen="s warm.", rejected=", bad."), RATED | dict(completion="s warm.")):
-        row |= dict(prompt="The tea wa")
-        assert ("1", EARLY, "1") in notes(describe([row], model=str(ROOT / "demo/model")))
-    assert notes(describe([chat()], PLAIN.replace("%}<assistant>", "%}<assistant><think>"))) == [("1", EARLY, "1")]
+    row = RATED | dict(prompt="The tea wa", completion="s warm.")
+    printed = describe([row], model=str(ROOT / "demo/model")), describe([chat()], THINKS)
+    for found in map(notes, printed):
+        assert ("1", "have a prompt that ends early: a token spans its end, or the template changes it", "1") in found
 
 
 def test_rows_beyond_a_limit_are_counted(describe):
@@ -153,9 +128,8 @@ def test_rows_beyond_a_limit_are_counted(describe):
 def test_chats_without_bos_and_ends_at_which_generation_does_not_stop_are_told(describe):
     assert notes(describe([chat()], adds=["<s>"])) == [
         ("1", "do not begin with <s>, which the template does not write", "1")]
-    for config in (GenerationConfig, LlamaConfig):  # the latter without generation_config.json
-        assert notes(describe([chat()], stops=["<en>"], config=config)) == [
-            ("1", "have an answer that does not end with <en>, where generation stops", "1")]
+    assert notes(describe([chat()], stops=["<en>"])) == [
+        ("1", "have an answer that does not end with <en>, where generation stops", "1")]
 
 
 @needs_peft
@@ -202,7 +176,7 @@ def test_wrong_rows_come_first():
     assert margins == sorted(margins) and len(margins) == 3 and page.count("wrong</b>") == np.sum(np.less(margins, 0))
     ones = dict(chosen=np.ones(2), rejected=np.ones(3))
     assert look.Row((), {}, {}, ones).margin() == look.Row((), {}, {}, dict(undesirable=np.ones(1))).margin() == -1
-    assert look.Row((), {}, dict(before=0.5, after=0.25), ones).margin() == -0.25
+    assert look.Row((), {}, dict(before=0.5, after=0.25)).margin() == -0.25
 
 
 def test_text_of_files_is_escaped_and_nothing_is_loaded_from_elsewhere(tmp_path):
@@ -222,7 +196,6 @@ def test_each_token_has_a_text_also_if_it_is_a_part_of_a_character():
     ids = tokenizer(text).input_ids
     texts = look.token_texts(tokenizer, ids)
     assert len(texts) == len(text.encode()) and "".join(texts).replace("\ufffd", "") == "é <i>↵\n\u2028😀␀ "
-    assert look.token_texts(tokenizer, ids[:1] * 30) == ["\ufffd"] * 30
 
 
 def test_tokens_that_moved_most_are_listed_and_end_tokens():
@@ -260,13 +233,12 @@ def test_a_browser_opens_the_page_with_all_tokens_and_no_error(script, tmp_path)
     file = run(script).out / "look.html"
     values = values_of(page_of(file.parent))
     program = """<script>const tokens = [...document.querySelectorAll('article i')]
-        const coloured = tokens.filter(i => /nats$/.test(i.title) && getComputedStyle(i).backgroundColor != '')
-        document.title = [coloured.length, document.documentElement.scrollWidth <= innerWidth]</script>"""
+        const titled = tokens.filter(i => /nats$/.test(i.title))
+        document.title = [titled.length, document.documentElement.scrollWidth <= innerWidth]</script>"""
     probe = tmp_path / "probe.html"  # a program counts what the browser makes of the page
     probe.write_text(re.sub("<meta http-equiv.*?>", "", file.read_text()) + program)
+    options = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --window-size=390,800 --dump-dom".split()
     for page, title in ((file, file.parent.name), (probe, f"{len(values)},true")):
-        shown = subprocess.run(
-            ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
-             "--enable-logging=stderr", f"--user-data-dir={tmp_path}", "--window-size=390,800", "--dump-dom",
-             page.as_uri()], capture_output=True, text=True, timeout=120)
+        shown = subprocess.run(["chromium", *options, f"--user-data-dir={tmp_path}", page.as_uri()],
+                               capture_output=True, text=True, timeout=120)
         assert f"<title>{title}</title>" in shown.stdout and "CONSOLE" not in shown.stderr
