@@ -1,19 +1,8 @@
 """The formulas of the patches of dpo.py as plain loops. A pair is w, l, ref_w, ref_l: log-probs of tokens, of
 the policy and of the reference; and its row. β is 0.3, label smoothing 0.1."""
-from functools import cache
-
 import torch
-from models import build, logps
-from runs import TINY, TOKENIZER, save
+from models import logps
 from torch import log1p, sigmoid
-
-
-@cache
-def model_with_many_ends():
-    """Its samples have different lengths."""
-    model = build("llama", TINY)
-    model.generation_config.eos_token_id = list(range(0, len(TOKENIZER), 5))
-    return save(model, "many ends")
 
 
 def dpo_loss(margin):
@@ -49,18 +38,10 @@ def all_losses(w, l, ref_w, ref_l, *_):
     return sum((n + 1) * loss(reward_w, reward_l) for n, loss in enumerate(LOSSES.values()))
 
 
-def assistant_turns(w, l, ref_w, ref_l, row):
-    """sigmoid_norm on an assistant's tokens: the demo's template writes <|assistant|>..<|end|>."""
-    means = []
-    for ratios, tokens in ((w - ref_w, row.chosen), (l - ref_l, row.rejected)):
-        is_assistant, trained = True, []  # the prompt ends with <|assistant|>
-        for token, ratio in zip(TOKENIZER.convert_ids_to_tokens(tokens), ratios):
-            if is_assistant:
-                trained.append(ratio)
-            if token in ("<|end|>", "<|assistant|>"):
-                is_assistant = token == "<|assistant|>"
-        means.append(sum(trained) / len(trained))
-    return dpo_loss(0.3 * (means[0] - means[1]))
+def masked(w, l, ref_w, ref_l, row):
+    """sigmoid_norm, whose means are over trained tokens alone."""
+    mask_w, mask_l = map(torch.tensor, row.trained)
+    return dpo_loss(0.3 * ((w - ref_w)[mask_w].mean() - (l - ref_l)[mask_l].mean()))
 
 
 def of_pairs(formula, reference):

@@ -1,13 +1,23 @@
 """The losses of rloo.py and of its patches as plain loops. A batch is a list of prompts, which are lists of samples."""
+from functools import cache
 from math import isnan
 from statistics import mean, stdev
 from types import SimpleNamespace
 
 import torch
-from models import logps
+from models import build, logps
+from runs import TINY, TOKENIZER, save
 from slow_losses import dpo_loss, ratio
 
 BETA = 0.3
+
+
+@cache
+def model_with_many_ends():
+    """Its samples have different lengths."""
+    model = build("llama", TINY)
+    model.generation_config.eos_token_id = list(range(0, len(TOKENIZER), 5))
+    return save(model, "many ends")
 
 
 @torch.no_grad()

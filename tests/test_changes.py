@@ -16,12 +16,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
-from models import GROUPS, bad_input, build, gradient, logps, parametrize, slow, slow_but, values_and_gradients
-from runs import FOLDER, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, load, run_until, save, tiny, without_speed
-from slow_losses import LOSSES, all_losses, assistant_turns, dpo_loss, of_pairs, orpo
+from models import GROUPS, build, gradient, logps, parametrize, slow, slow_but, values_and_gradients
+from runs import FOLDER, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, load, run_until, said, save, tiny, without_speed
+from slow_losses import LOSSES, all_losses, dpo_loss, masked, of_pairs, orpo
 from torch import tensor
 
-import dpo
 import logprobs
 from demo import reward_model
 
@@ -153,8 +152,6 @@ def test_policy_and_reference_in_4_bits_are_equal_and_runs_resume(name):
     assert abs(history[1]["kl" if "grpo" in name else "abs_logratio"]) <= 1e-6
     assert "grpo" in name or b" in NF4" in Path(args.out, "reference_logprobs.pkl").read_bytes()
     assert resumed(module, args)[0] == without_speed(history)
-    with bad_input("an adapter"):
-        run(name)
 
 
 # --- Pairs
@@ -165,21 +162,17 @@ def write_rows(name, rows):
     return str(path)
 
 
-def chat(*turns):
-    return [dict(role=role, content=text) for role, text in turns]
-
-
 CONVERSATIONS = write_rows("conversations", [dict(prompt="a", chosen=" b c", rejected=" d")] + [
-    dict(prompt=chat(("user", "film")), tools=[dict(name="look")], chat_template_kwargs=dict(thought="so"),
-         chosen=chat(("assistant", "good"), (speaker, "yes why"), ("assistant", "yes")),
-         rejected=chat(*[("assistant", "a bad film")] * n, (speaker, "no why"), *[("assistant", "no")] * n))
+    dict(prompt=said("film", "user"), tools=[dict(name="look")], chat_template_kwargs=dict(thought="so"),
+         chosen=said("good") + said("yes why", speaker) + said("yes"),
+         rejected=said("a bad film") * n + said("no why", speaker) + said("no") * n)
     for n, speaker in [(0, "user"), (1, "tool"), (1, "user")] * 2])
 
 
 @parametrize("name, formula, flags", [
     ("losses", orpo, dict(loss=("orpo",))),
     ("losses", all_losses, dict(loss=tuple(LOSSES), loss_weights=(1, 2, 3, 4, 5, 6, 7, 8), label_smoothing=0.1)),
-    ("multi_turn", assistant_turns, dict(loss=("sigmoid_norm",), data=CONVERSATIONS, eval_data=None))])
+    ("multi_turn", masked, dict(loss=("sigmoid_norm",), data=CONVERSATIONS, eval_data=None))])
 def test_loss_of_pairs(monkeypatch, name, formula, flags):
     """No log-ratio is 0."""
     norms = watch(monkeypatch, name, of_pairs(formula, load()))
@@ -189,25 +182,15 @@ def test_loss_of_pairs(monkeypatch, name, formula, flags):
         assert history[1]["rewards/chosen"] == pytest.approx(-0.3 * history[1]["nll/chosen"])
 
 
-@parametrize("loss", LOSSES)
-def test_log_ratios_of_hundreds_of_nats_stay_finite(loss):
-    ratios = tensor([[500.0, -500.0, 500.0], [-500.0, 500.0, 500.0]], requires_grad=True)
-    ones = torch.ones(3)
-    batch = dpo.Batch(-ones, -ones, *ratios, ones, ones, ones, ones)
-    values = changed("losses").preference_loss(loss, batch, dpo.Args(label_smoothing=0.1))
-    values.sum().backward()
-    assert torch.cat([values[None], ratios.grad]).isfinite().all()
-
-
-def test_turn_that_the_template_rewrites_is_not_trained(monkeypatch):
+def test_turn_of_a_user_or_that_the_template_rewrites_is_not_trained(monkeypatch):
     """A template that writes a thought before the last message alone, as Qwen3's does."""
     module = changed("multi_turn")
     thought = "{% if loop.last and message.role == 'assistant' %}{{ thought }} {{ tools[0].name }} {% endif %}"
     template = TOKENIZER.chat_template.replace("{{ message.content }}", thought + "{{ message.content }}")
     monkeypatch.setattr(TOKENIZER, "chat_template", template)
 
-    _, *rows = module.load_rows(CONVERSATIONS, TOKENIZER, module.Args())
-    assert len(rows) == 4  # an answer without an assistant's turn is dropped
+    string, *rows = module.load_rows(CONVERSATIONS, TOKENIZER, module.Args())
+    assert all(map(all, string.trained)) and len(rows) == 4  # an answer without an assistant's turn is dropped
     for row in rows:
         texts = [TOKENIZER.decode(tensor(y)[tensor(mask)]) for y, mask in zip(row[1:3], row.trained)]
         assert texts == ["so look yes<|end|>", "so look no<|end|>"]
@@ -229,8 +212,6 @@ def test_reward_model(monkeypatch):
     assert len(norms) == 3
     _, model = reward_model.load(f"{args.out}/model")  # a reward for rloo.py
     assert model.config.pad_token_id == 7
-    with bad_input("all its weights"):
-        run("reward_model", lora_r=4)
 
 
 # --- Moving references

@@ -10,8 +10,7 @@ import torch
 from models import parametrize
 from rewards import letter_sum
 from runs import REWARDS, ROOT, TOKENIZER, data, distance, read, run, said, tiny
-from slow_losses import model_with_many_ends
-from slow_samples import BETA, add_logps, batch_of
+from slow_samples import BETA, add_logps, batch_of, model_with_many_ends
 from torch import tensor
 from transformers import AutoModelForCausalLM
 
