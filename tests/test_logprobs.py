@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import (
-    GROUPS, MODELS, ON_CUDA, P, PADDED, SAMPLES, SMALL, bad_input, build, make, parametrize, ready, slow,
+    GROUPS, MODELS, ON_CUDA, PADDED, SAMPLES, SMALL, bad_input, build, make, parametrize, ready, slow,
     values_and_gradients)
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,16 +22,10 @@ def assert_close(one, two):
         assert (a - b).abs().max() < 1e-5 * b.abs().max().clamp(min=1)
 
 
-def assert_exact(model, temperature=1.0):
+def assert_exact(model, **options):
     enable_shared_prompts(model)  # which chooses the attention of Gemma-2
-    truth = values_and_gradients(slow, model, GROUPS, temperature=temperature)
-    assert_close(values_and_gradients(completion_logprobs, model, GROUPS, temperature=temperature), truth)
-
-
-def use_attention(monkeypatch, function):
-    """Puts function(shared_prompt_attention, *args, **kwargs) in its place."""
-    attention = partial(function, ALL_ATTENTION_FUNCTIONS[SHARED])
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, attention)
+    truth = values_and_gradients(slow, model, GROUPS, **options)
+    assert_close(values_and_gradients(completion_logprobs, model, GROUPS, **options), truth)
 
 
 @parametrize("name", MODELS)
@@ -138,15 +132,15 @@ def without_window(shared, *args, sliding_window=None, **kwargs):
     return shared(*args, **kwargs)
 
 
-def with_keyword(keyword):
-    return lambda shared, *args, **kwargs: shared(*args, **kwargs, **{keyword: torch.ones(1)})
+def with_sinks(shared, *args, **kwargs):
+    return shared(*args, **kwargs, s_aux=torch.ones(1))
 
 
-@parametrize("attention", [
-    slightly_off, without_spans_in_a_layer, without_window, *map(with_keyword, ("softcap", "s_aux", "position_bias"))])
+@parametrize("attention", [slightly_off, without_spans_in_a_layer, without_window, with_sinks])
 def test_wrong_attention_gets_padded_rows(attention, monkeypatch):
     """The window is longer than the rows of the test."""
-    use_attention(monkeypatch, attention)
+    attention_with_fault = partial(attention, ALL_ATTENTION_FUNCTIONS[SHARED])
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, SHARED, attention_with_fault)
     window = 80 if attention is without_window else None
     model = build("mistral", dict(SMALL, sliding_window=window))
     enable_shared_prompts(model)
@@ -162,15 +156,6 @@ def test_models_that_are_never_exact_are_refused():
         completion_logprobs(model, GROUPS)
 
 
-def test_mask_of_longer_rows_is_refused(monkeypatch):
-    use_attention(monkeypatch, lambda shared, module, query, key, value, mask, **kwargs: shared(
-        module, query, key, value, mask if key.shape[2] < 120 else mask.expand(-1, -1, 2, -1), **kwargs))
-    model = ready("llama")  # the rows of the test are shorter
-    assert has_shared_prompts(model)
-    with bad_input("has a mask"):
-        completion_logprobs(model, [(P * 20, GROUPS[0][1])])
-
-
 DYNAMIC = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4, original_max_position_embeddings=64)
 LINEAR = DYNAMIC | dict(rope_type="linear")
 LONGROPE = DYNAMIC | dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
@@ -180,7 +165,6 @@ LONGROPE = DYNAMIC | dict(rope_type="longrope", short_factor=[1.0] * 4, long_fac
     ("llama", dict(SMALL, rope_parameters=DYNAMIC), 64),
     ("llama", dict(SMALL, rope_parameters=LINEAR), 256),
     ("gemma3_text", dict(SMALL, rope_parameters=dict(full_attention=LONGROPE, sliding_attention=LINEAR)), 64),
-    ("deepseek_v32", dict(index_topk=70), 70), ("doge", dict(keep_window_size=70), 70),
-    ("mamba", {}, float("inf"))])
+    ("deepseek_v32", dict(index_topk=70), 70), ("mamba", {}, float("inf"))])
 def test_context_length_by_hand(model_type, config, length):
     assert context_length(AutoConfig.for_model(model_type, **config)) == length

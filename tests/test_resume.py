@@ -156,10 +156,8 @@ def test_only_the_same_command_goes_on_in_a_folder(script, tmp_path):
     data.write_text(rows[:-1])
     refused("data_sha256")
     data.write_text(rows)
-    (out / "args.json").write_text(run.replace(f"{script}.py", "orpo.py"))
-    refused("script")
     (out / "args.json").unlink()
-    refused("lr")
+    refused("script")
     (out / "args.json").write_text(run)
     go_on(out.rename(tmp_path / "moved"), save_every=7, eval_every=9, tokens_per_forward=50)
 

@@ -94,8 +94,8 @@ def test_rewards_of_one_name_have_metrics_of_their_own(tmp_path):
     """A file may import what lies beside it. A process pool finds a function by the name of its module."""
     (tmp_path / "beside.py").touch()
     (tmp_path / "own_reward.py").write_text("import beside\ndef letters(**_): return 3")
-    first, second = f"{REWARDS}:letters", f"{tmp_path}/own_reward.py:letters"
-    functions = rloo.load_rewards((first, second))
+    second = f"{tmp_path}/own_reward.py:letters"
+    functions = rloo.load_rewards((f"{REWARDS}:letters", second))
     assert list(functions) == ["letters", second] and functions[second]() == 3
     assert sys.modules["own_reward"].letters is functions[second]
 
@@ -165,10 +165,13 @@ def test_metrics_by_hand():
                       entropy=torch.full((2, 2), 3.0))
     rewards, logps = tensor([[1.0, NAN], [2.0, 6.0]]), -0.25 * mask
     of_functions = {"f": tensor([[NAN, NAN], [2.0, 4.0]])}
-    assert rloo.metrics(samples, rewards, of_functions, logps, 2 * logps, Args()) == pytest.approx({
+    expected = {
         "reward": 2.5, "reward_std": np.std([1, 2, 6], ddof=1), "frac_reward_none": 0.25, "samples/distinct": 3,
-        "completions/mean_length": 2, "completions/clipped_ratio": 0.25, "entropy": 1.5, "kl": 0.25,
-        "kl_per_answer": 0.5, "rewards/f": 3})
+        "completions/mean_length": 2, "completions/clipped_ratio": 0.25, "entropy": 1.5, "rewards/f": 3}
+    kls = {"kl": 0.25, "kl_per_answer": 0.5}
+    for beta, with_kls in ((0.1, kls), (0.0, {})):
+        found = rloo.metrics(samples, rewards, of_functions, logps, 2 * logps, Args(beta=beta))
+        assert found == pytest.approx(expected | with_kls)
     assert rloo.metrics(samples, tensor([[2.0]]), {}, logps, logps, Args())["reward_std"] == 0
     means = rloo.prompt_means(tensor([[1.0, 1.0], [NAN, 4.0], [NAN, NAN]]))
     assert means.tolist() == [1, 4] and rloo.standard_error(means) == pytest.approx(1.5)
@@ -201,4 +204,3 @@ def test_steps_0_needs_no_reward_and_no_held_out_file():
     none = rolled(steps=0, k=1, reward=(), eval_data=None)
     assert [line["prompt"] for line in read(none.out / "samples.jsonl")] == [x["prompt"] for x in read(data("rloo")[0])]
     assert none.history[0]["eval_reward"] is None and "eval_kl" not in none.history[0]
-    assert "kl" not in rolled(beta=0.0).history[2]

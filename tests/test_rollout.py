@@ -18,17 +18,15 @@ RANDOM = torch.Generator().manual_seed(0)
 PROMPTS = [tuple(torch.randint(3, 97, (n,), generator=RANDOM).tolist()) for n in (3, 17, 25)]
 PROMPTS.insert(2, (0, 0, 9, 8, 4, 3, 0))  # token 0 is no padding
 TOKENIZER = SimpleNamespace(eos_token_id=2, batch_decode=lambda ids, **_: ids)  # all that a rollout asks of it
-CACHES = {  # model types whose caches are special
-    "minimax": dict(
-        SMALL, head_dim=8, block_size=4, num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2,
-        layer_types=["linear_attention", "full_attention", "linear_attention"]),
-}
+MINIMAX = dict(  # its cache is special
+    SMALL, head_dim=8, block_size=4, num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2,
+    layer_types=["linear_attention", "full_attention", "linear_attention"])
 QUICK = {"llama", "gpt2", "granite-logits-scaling", "mistral-window-5", "gemma3-window-6", "mamba", "minimax"}
 
 
 def model_of(name):
     """A model as load_model leaves it."""
-    model = make(name) if name in MODELS else build(name, CACHES[name])
+    model = make(name) if name in MODELS else build(name, MINIMAX)
     enable_shared_prompts(model)
     return model
 
@@ -60,7 +58,7 @@ def check_tokens(model, samples, args):
     assert not samples.logps[~samples.mask].any()
 
 
-@parametrize("name", slow_but(QUICK, [*MODELS, *CACHES]))
+@parametrize("name", slow_but(QUICK, [*MODELS, "minimax"]))
 def test_uniform_numbers_pick_tokens_of_the_model(name):
     """Also where each of a few samples has a copy of the prompt, because it is shorter than they are."""
     model, args = model_of(name), flags()
