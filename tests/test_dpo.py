@@ -1,6 +1,5 @@
 """dpo.py from end to end, and what the other scripts have in common with it: files, reference, order, rates."""
 import gc
-import math
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +24,6 @@ def cache_of(out):
 
 
 # --- A run, and what it leaves
-
-def test_losses_are_weighted():
-    """At the reference ipo is 1 / (2 β)², and sigmoid ln 2."""
-    loss = run(steps=1, loss=("ipo", "sigmoid"), loss_weights=(0.5, 1.0), max_grad_norm=0.0).history[1]["loss"]
-    assert loss == pytest.approx(0.5 * 25 + math.log(2), abs=1e-3)
-
 
 def test_files_of_a_finished_run():
     first = run(**FIRST)
@@ -134,11 +127,9 @@ def test_cache_that_is_wrong_for_one_kind_of_answer_stops_the_run(answer, tmp_pa
 
 def test_batches_are_permutations():
     rows = list(range(10))
-    order = rows_in_order(rows, 30, seed=0)
-    assert order == rows_in_order(rows, 30, seed=0) != rows_in_order(rows, 30, seed=1)
-    epochs = order[:10], order[10:20], order[20:]
-    assert epochs[0] != epochs[1]
-    assert [sorted(epoch) for epoch in epochs] == [rows] * 3
+    order = rows_in_order(rows, 20, seed=0)
+    assert order == rows_in_order(rows, 20, seed=0) != rows_in_order(rows, 20, seed=1)
+    assert sorted(order[:10]) == sorted(order[10:]) == rows and order[:10] != order[10:]
 
 
 @parametrize("schedule, warmup, steps, rates", [

@@ -201,8 +201,7 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(run, good, bad, reason)
 def test_rows_that_are_kept_but_look_wrong_are_counted(run, note, row):
     rows, out = run([PAIR, PAIR | row])
     assert len(rows) == 2
-    found = re.findall(rf"\n +1 .*{note}.* \(first: row 2\)", out)
-    assert len(found) == out.count("first:") == bool(note)
+    assert len(re.findall(rf"\n +1 .*{note}.* \(first: row 2\)", out)) == out.count("first:") == bool(note)
 
 
 # --- What is refused

@@ -120,21 +120,21 @@ def assert_swap_is_exact(policy):
     policy.get_output_embeddings().requires_grad_(False)
     start = deepcopy(policy.state_dict())
     swap = Swap(policy)
-    assert len(swap.weights) == sum(weight.requires_grad for weight in policy.parameters())
+    trained = [weight for weight in policy.parameters() if weight.requires_grad]
+    assert len(swap.weights) == len(trained)
+    for weight in trained:
+        weight.data.add_(1)
 
-    for weight in policy.parameters():
-        if weight.requires_grad:
-            weight.data.add_(1)
-    trained = deepcopy(policy.state_dict())
+    end = deepcopy(policy.state_dict())
     with pytest.raises(KeyError), swap as model:
         assert model is policy and equal(model.state_dict(), start)
         raise KeyError
-    assert equal(policy.state_dict(), trained)
+    assert equal(policy.state_dict(), end)
 
 
-@parametrize("name", ["llama", "llama-tied", "gpt2"])
-def test_swap_is_bitwise_equal_in_and_out(name):
-    assert_swap_is_exact(make(name))
+def test_swap_is_bitwise_equal_in_and_out():
+    for name in ("llama", "llama-tied"):
+        assert_swap_is_exact(make(name))
 
 
 @parametrize("dtype, limit", [("float32", 1e-4), ("bfloat16", 3e-2)])
