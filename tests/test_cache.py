@@ -79,7 +79,7 @@ def test_fill_frees_the_model_and_then_the_memory_of_the_gpu(monkeypatch):
     assert was_alive == [False]
 
 
-def test_interrupted_pass_continues_where_another_job_has_scored_some(path, monkeypatch):
+def test_interrupted_pass_continues(path, monkeypatch):
     groups = [(p, [(i, j, p[0]) for j in range(6)]) for i, p in enumerate([P, Q, (4, 4), (8,) * 5])]
     whole = filled([(prompt, completions[1:4]) for prompt, completions in groups], path)
     truth, first, rest = [], [], []  # forwards
@@ -103,7 +103,7 @@ def test_dropout_is_off(whole):
     assert cache.table == whole.table
 
 
-def test_only_the_first_process_saves_at_once_then_each_minute_and_at_the_end(monkeypatch):
+def test_first_process_saves_at_once_each_minute_and_at_the_end(monkeypatch):
     forwards, found = [], []
     monkeypatch.setattr(refcache, "time", SimpleNamespace(monotonic=lambda: 25 * len(forwards)))
     monkeypatch.setattr(ReferenceCache, "save", lambda *_: found.append(len(forwards)))

@@ -54,13 +54,13 @@ def test_run_that_is_not_finite_stops_and_saves_nothing(script):
     args = arguments(script, lr=1e17, max_grad_norm=1e17, save_every=1)
     with bad_input("step [12]: loss or gradient is not finite") as error:
         SCRIPTS[script].main(args)
-    stopped_at = int(str(error.value)[5])
-    assert len(read(f"{args.out}/metrics.jsonl")) == stopped_at and max(dpo.checkpoints(Path(args.out))) < stopped_at
-    assert not list(Path(args.out).glob("*model"))
+    stopped_at, out = int(str(error.value)[5]), Path(args.out)
+    assert len(read(out / "metrics.jsonl")) == stopped_at and max(dpo.checkpoints(out)) < stopped_at
+    assert not list(out.glob("*model"))
 
 
 @EACH
-def test_finished_folder_is_refused_but_without_out_the_next_one_is_taken(script, tmp_path, monkeypatch):
+def test_finished_folder_is_refused_and_the_next_is_the_default(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = SCRIPTS[script]
     for name in (script, f"{script}-2", f"{script}-3"):
@@ -77,7 +77,7 @@ def test_finished_folder_is_refused_but_without_out_the_next_one_is_taken(script
 
 @parametrize("flags, models", [
     ({}, [1, 1]), (dict(ref="none"), [1]), (dict(loss=("simpo", "sft"), ref="swap"), [1]), (dict(ref="live"), [1, 2])])
-def test_one_model_is_in_memory_and_a_reference_only_if_it_is_needed(monkeypatch, flags, models):
+def test_no_reference_is_in_memory_that_is_not_needed(monkeypatch, flags, models):
     loaded, alive = [], weakref.WeakSet()
 
     def load_model(*rest, original=dpo.load_model, **options):
@@ -103,16 +103,15 @@ def test_steps_0_only_fills_the_cache_with_all_rows(script, monkeypatch):
 
 @EACH
 def test_log_probs_of_another_model_stop_the_run(script, monkeypatch):
-    def load_another(name, *rest, trains=False, load_model=SCRIPTS[script].load_model):
-        return load_model(name if trains else tiny(1), *rest, trains=trains)
-
-    monkeypatch.setattr(SCRIPTS[script], "load_model", load_another)
+    module, load_model = SCRIPTS[script], SCRIPTS[script].load_model
+    monkeypatch.setattr(module, "load_model", lambda name, *rest, trains=False: load_model(
+        name if trains else tiny(1), *rest, trains=trains))
     with bad_input("differ by"):
-        SCRIPTS[script].main(arguments(script, ref="live"))
+        module.main(arguments(script, ref="live"))
 
 
 @parametrize("answer", ["chosen", "rejected"])
-def test_cache_that_is_wrong_for_one_kind_of_answer_stops_the_run(answer, tmp_path):
+def test_cache_that_is_wrong_for_some_answers_stops_the_run(answer, tmp_path):
     args = arguments(steps=1, ref_cache=f"{tmp_path}/cache.pkl")
     cache = cache_of(run(steps=0).out)
     for row in dpo.load_rows(args.data, TOKENIZER, args):

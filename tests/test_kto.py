@@ -1,5 +1,4 @@
 """kto.py: a loss and metrics by hand, and y'. Training against a slow loop: test_references.py."""
-
 import pytest
 import torch
 from models import parametrize

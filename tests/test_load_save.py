@@ -1,12 +1,11 @@
 """Models as the scripts load and save them: dtypes, weights that are missing, stop tokens."""
 import json
 from copy import deepcopy
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from models import ROUNDING, SMALL, bad_input, build, equal, parametrize
-from runs import BOTH, EACH, SCRIPTS, TIED, TINY, TOKENIZER, arguments, load, run, save, tiny
+from runs import BOTH, EACH, SCRIPTS, TIED, TINY, TOKENIZER, arguments, load, needs_peft, run, save, tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,8 +40,7 @@ def test_model_is_saved_in_the_dtype_of_its_forwards(dtype, tmp_path, monkeypatc
 @torch.no_grad()
 def test_saved_bfloat16_model_is_the_one_that_was_evaluated(tmp_path):
     """It routes tokens to experts by weights that stay float32."""
-    folder = save(build(*ROUNDING["ernie-moe-float32-router"]), "router")
-    policy = load(folder, trains=True, dtype="bfloat16")
+    policy = load(save(build(*ROUNDING["ernie-moe-float32-router"]), "router"), trains=True, dtype="bfloat16")
     dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args(dtype="bfloat16"))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype="auto").eval()
     ids = torch.arange(3, 97)[None]
@@ -52,20 +50,22 @@ def test_saved_bfloat16_model_is_the_one_that_was_evaluated(tmp_path):
 @parametrize("stops, saved", [(None, [3]), ([7, 8], [7, 8, 3]), (3, 3)])
 @BOTH
 def test_saved_model_stops_where_answers_end(script, stops, saved):
-    """An adapter is saved without a generation config: its tokenizer says where."""
     model = build("llama", TINY)
-    model.generation_config.eos_token_id = stops
-    folder = save(model, f"stops at {stops}")
-    tokenizer = deepcopy(TOKENIZER)
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(1)  # token 3 is <|end|>
+    model.generation_config.eos_token_id = stops  # token 3 is <|end|>
+    args = arguments(script, model=save(model, f"stops at {stops}"), steps=1)
+    SCRIPTS[script].main(args)
+    assert json.loads(Path(args.out, "model/generation_config.json").read_text())["eos_token_id"] == saved
+
+
+@needs_peft
+@BOTH
+def test_tokenizer_of_an_adapter_ends_where_answers_end(script):
+    """The adapter has no generation config. The base ends at another token."""
+    folder = save(build("llama", TINY | dict(eos_token_id=1)), "another end")
+    tokenizer = AutoTokenizer.from_pretrained(folder, eos_token="<|user|>")
     tokenizer.save_pretrained(folder)
-    for lora in [{}, dict(lora_r=4)] if find_spec("peft") else [{}]:
-        args = arguments(script, model=folder, steps=1, **lora)
-        SCRIPTS[script].main(args)
-        expected = 1 if stops == 3 else 3
-        assert AutoTokenizer.from_pretrained(f"{args.out}/model").eos_token_id == expected
-        config = Path(args.out, "model/generation_config.json")
-        assert lora or json.loads(config.read_text())["eos_token_id"] == saved
+    saved = AutoTokenizer.from_pretrained(run(script, model=folder, lora_r=4, steps=1).model)
+    assert saved.eos_token == "<|end|>"
 
 
 def test_loss_of_routers_does_not_disturb_sampling():

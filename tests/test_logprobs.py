@@ -52,7 +52,7 @@ def test_adapters_of_the_head_are_exact(name, place):
 
 
 @parametrize("at_once, rows", [(28, [28]), (27, [27, 1])])
-def test_logits_of_chunks_are_computed_again_in_the_backward_pass(at_once, rows, monkeypatch):
+def test_logits_of_chunks_are_computed_again(at_once, rows, monkeypatch):
     model, seen, saved_widths = ready("llama"), [], set()
     model.lm_head.register_forward_hook(lambda _, args, out: seen.append(args[0].numel() // 32))
     monkeypatch.setattr(logprobs, "HEAD_BYTES", at_once * 97 * 4)
@@ -73,7 +73,7 @@ def test_division_by_hand(lengths, budget, is_padded, shares, monkeypatch):
 
 
 class Kernel:
-    """varlen_attn in plain torch, with what the CUDA kernel demands. `extra` widens its window, which is wrong."""
+    """varlen_attn in plain torch. `extra` widens its window, which is wrong."""
 
     def __init__(self, monkeypatch, dtype=torch.float32, extra=0):
         self.dtype, self.extra, self.calls = dtype, extra, 0
@@ -82,7 +82,7 @@ class Kernel:
 
     def __call__(self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size, scale, enable_gqa):
         self.calls += 1
-        assert query.dtype == key.dtype == value.dtype == self.dtype
+        assert query.dtype == key.dtype == value.dtype == self.dtype  # as the CUDA kernel demands
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and cu_seq_q[0] == cu_seq_k[0] == 0
         sizes_q, sizes_k = cu_seq_q.diff().tolist(), cu_seq_k.diff().tolist()
         assert (max_q, max_k) == (max(sizes_q), max(sizes_k))
@@ -94,8 +94,8 @@ class Kernel:
             places = torch.arange(len(k))
             behind = places[len(k) - len(q):, None] - places  # aligned to the lower right, as in flash attention
             q, k, v = (x.float().transpose(0, 1)[None] for x in (q, k, v))
-            output = F.scaled_dot_product_attention(
-                q, k, v, (behind <= left) & (-behind <= right), scale=scale, enable_gqa=enable_gqa)
+            mask = (behind <= left) & (-behind <= right)
+            output = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa)
             outputs.append(output[0].transpose(0, 1))
         return torch.cat(outputs).to(query.dtype)
 
@@ -111,7 +111,7 @@ def test_kernel_path_equals_one_forward_per_sequence(name, k, monkeypatch):
 
 
 @parametrize("dtype, extra", [(torch.float32, -1), (torch.float32, 1), (torch.bfloat16, 3)])
-def test_kernel_with_a_wrong_window_is_not_trusted_in_the_dtype_of_the_weights(dtype, extra, monkeypatch):
+def test_kernel_with_a_wrong_window_is_not_trusted(dtype, extra, monkeypatch):
     Kernel(monkeypatch, dtype, extra)
     model = make("mistral-window-5").to(dtype)
     enable_shared_prompts(model)

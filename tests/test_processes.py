@@ -119,9 +119,9 @@ def main_in(folder, main, args):
 @parametrize("script", SCRIPTS)
 def test_processes_with_other_rows_are_refused(script, tmp_path):
     lines = Path(data(script)[0]).read_text().splitlines(keepends=True)
-    for rank, part in (("0", lines), ("1", lines[::-1])):
-        (tmp_path / rank).mkdir()
-        (tmp_path / rank / "rows.jsonl").write_text("".join(part))
+    for rank in (0, 1):
+        (tmp_path / f"{rank}").mkdir()
+        (tmp_path / f"{rank}/rows.jsonl").write_text("".join(lines[rank:]))
     with bad_input("or another process, has a run with other data_sha256"):
         in_processes(2, main_in, tmp_path, SCRIPTS[script].main, arguments(script, data="rows.jsonl"))
 

@@ -73,8 +73,8 @@ def slow_run(script, args, begin):
         rewards = 0.1 * ratios(batch, "completion")
         utility = torch.sigmoid((rewards - 0.1 * z) * torch.where(is_desirable, 1, -1))
         losses = (1 - utility) * torch.where(is_desirable, args.desirable_weight, args.undesirable_weight)
-        means = {"rewards/chosen": rewards[is_desirable].mean(), "rewards/rejected": rewards[~is_desirable].mean()}
-        return losses.mean(), {"kl": z} | {name: mean.item() for name, mean in means.items() if not mean.isnan()}
+        means = {} if is_desirable.all() else {"rewards/rejected": rewards[~is_desirable].mean().item()}
+        return losses.mean(), {"kl": z} | means
 
     loss_of = dpo_loss if script == "dpo" else kto_loss
     ordered = module.rows_in_order(rows, args.steps * args.batch_size, args.seed)

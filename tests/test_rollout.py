@@ -102,12 +102,12 @@ def test_samples_leave_at_their_first_stop_token(name):
 
 
 @parametrize("name, n_copies", [("llama", 1), ("mistral-window-5", 4)])
-def test_rollout_tokens_bounds_the_columns_of_every_batch(name, n_copies, monkeypatch):
-    columns = []
+def test_rollout_tokens_bounds_every_batch(name, n_copies, monkeypatch):
+    columns, sample = [], rloo.sample_batch
 
-    def spy(core, prompts, u, stops, copies, args, real=rloo.sample_batch):
+    def spy(core, prompts, u, *rest):
         columns.append(len(prompts) * (n_copies * max(map(len, prompts)) + u.shape[1] * u.shape[2]))
-        return real(core, prompts, u, stops, copies, args)
+        return sample(core, prompts, u, *rest)
 
     monkeypatch.setattr(rloo, "sample_batch", spy)
     roll(model_of(name), flags(rollout_tokens=300), PROMPTS * 4)

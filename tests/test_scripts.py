@@ -98,7 +98,7 @@ def test_program_of_a_page_runs(folder, page, number, words, capsys):
     assert re.search(words, capsys.readouterr().out)
 
 
-def test_the_cache_can_be_used_from_other_code_and_without_the_project(folder):
+def test_the_cache_can_be_used_by_other_code(folder):
     names = {}
     with_project, without_project = blocks("docs/cache.md")
     exec(with_project, names)
