@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
-from math import log
 from pathlib import Path
 from types import ModuleType
 
@@ -177,7 +176,7 @@ def test_loss_of_pairs(monkeypatch, name, formula, flags):
         assert history[1]["rewards/chosen"] == pytest.approx(-0.3 * history[1]["nll/chosen"])
 
 
-def test_turn_of_a_user_or_that_the_template_rewrites_is_not_trained(monkeypatch):
+def test_turn_that_the_template_rewrites_is_not_trained(monkeypatch):
     """A template that writes a thought before the last message alone, as Qwen3's does."""
     module = changed("multi_turn")
     thought = "{% if loop.last and message.role == 'assistant' %}{{ thought }} {{ tools[0].name }} {% endif %}"
@@ -210,21 +209,19 @@ def test_reward_model(monkeypatch):
 
 # --- Moving references
 
-@parametrize("script, loss", [("kto", 0.5), ("dpo", log(2))])
-def test_humanline_clamps_log_ratios(monkeypatch, script, loss):
-    module = changed("humanline", script)
+def test_humanline_clamps_log_ratios(monkeypatch):
+    module = changed("humanline")
     ratios, = module.log_ratios([[tensor([-3.0, -0.9, 1.4, 3.0])]], [((1,), [(1, 2, 3, 4)])], None)
     assert ratios[0].tolist() == pytest.approx([-1, -0.9, 1.4, 1.5])
     monkeypatch.setattr(module, "HUMANLINE", (0.0, 0.0))
-    history, _ = run("humanline", script, steps=1)
-    assert history[1]["loss"] == pytest.approx(loss)
+    assert run("humanline", "kto", steps=1)[0][1]["loss"] == pytest.approx(0.5)
 
 
 MOVING = dict(sync_reference=2, sync_mix=0.6)
 
 
 @parametrize("name, script, flags", [
-    ("tr_dpo", "kto", MOVING), ("tr_dpo", "dpo", MOVING | dict(dtype="bfloat16")), ("humanline", "kto", {})])
+    ("tr_dpo", "kto", MOVING), ("tr_dpo", "dpo", MOVING | dict(dtype="bfloat16")), ("humanline", "dpo", {})])
 def test_reference_moves_and_a_resumed_run_has_the_same_bits(name, script, flags):
     whole, args = run(name, script, save_every=2, **flags)
     history, folder = resumed(changed(name, script), args)

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from models import parametrize, ready, slow_but
-from runs import ROOT, TOKENIZER, adapt, load, needs_peft, tiny
+from runs import ROOT, TOKENIZER, adapt, load, needs_peft
 from slow_samples import BETA, LOSSES, add_logps, batch_of, model_with_many_ends
 from test_changes import SLOW, changed, run, watch
 from test_rollout import PROMPTS
@@ -68,7 +68,7 @@ def engines(monkeypatch):
         policy = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).eval()
         engine = MagicMock()
         engine.collective_rpc = lambda _, kwargs: policy.load_state_dict(dict(kwargs["weights_iterator"]))
-        engine.generate = partial(generate, policy)
+        engine.generate.side_effect = partial(generate, policy)
         engines.append(engine)
         return engine
 
@@ -100,18 +100,10 @@ def test_vllm_samples_from_the_new_weights(engines, model):
     history, _ = run("vllm_rollouts", model=model(), lr=3e-2, temperature=0.7)
     assert gap(history) < 1e-4 and history[1]["kl"] != history[3]["kl"]
     engine, = engines
-    assert engine.reset_prefix_cache.call_count == 5  # steps and evaluations
+    before, *steps, after = ([option.seed for option in call.args[1]] for call in engine.generate.mock_calls)
+    assert before == after and len(set(sum(steps, before))) == 12  # each prompt has a seed of its own
+    assert engine.reset_prefix_cache.call_count == 5
     engine.llm_engine.engine_core.shutdown.assert_called_once()
-
-
-def test_vllm_samples_are_a_function_of_seed_step_and_place(engines):
-    module = changed("vllm_rollouts")
-    samples = []
-    for seed, step in ((0, 1), (0, 1), (0, 2), (1, 1)):
-        args = module.Args(model=tiny(), seed=seed, max_new_tokens=6)
-        (_, one), (_, two) = module.rollout(load(), TOKENIZER, [(5, 6)] * 2, 3, step, args).groups
-        samples += one + two
-    assert samples[:6] == samples[6:12] and len(set(samples)) == 18
 
 
 @SLOW

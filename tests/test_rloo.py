@@ -1,6 +1,5 @@
 """rloo.py: advantages and gradients by hand, rewards, training against a slow loop, samples and scores."""
 import math
-import sys
 from copy import deepcopy
 from types import SimpleNamespace
 
@@ -89,14 +88,11 @@ def test_rewards_are_summed_and_none_is_left_out():
     assert total.tolist() == [[2, 2], [3, 8]] and found["f1"].tolist() == [[1, 2], [3, 4]]
 
 
-def test_rewards_of_one_name_have_metrics_of_their_own(tmp_path):
-    """A file may import what lies beside it. A process pool finds a function by the name of its module."""
-    (tmp_path / "beside.py").touch()
-    (tmp_path / "own_reward.py").write_text("import beside\ndef letters(**_): return 3")
-    second = f"{tmp_path}/own_reward.py:letters"
-    functions = rloo.load_rewards((f"{REWARDS}:letters", second))
-    assert list(functions) == ["letters", second] and functions[second]() == 3
-    assert sys.modules["own_reward"].letters is functions[second]
+def test_rewards_of_one_name_have_metrics_of_their_own():
+    second = f"{REWARDS.parent}/../tests/rewards.py:letters"
+    one = run("rloo", reward=(f"{REWARDS}:letters", second), steps=1)
+    assert {"rewards/letters", f"rewards/{second}"} <= one.history[1].keys()
+    assert one.history[1]["reward"] == pytest.approx(2 * one.history[1]["rewards/letters"])
 
 
 def test_each_sample_has_columns_of_its_own():
@@ -108,7 +104,7 @@ def test_each_sample_has_columns_of_its_own():
     seen = []
     a, b, texts = said("a", "user"), said("b", "user"), [*TEXTS[0], *TEXTS[1]]
     for _ in range(2):
-        assert score(reward, rows=[dict(prompt=a, x=[1]), dict(prompt=b, x=None)])[0].tolist() == [[2, 2], [2, 2]]
+        assert (score(reward, rows=[dict(prompt=a, x=[1]), dict(prompt=b, x=None)])[0] == 2).all()
     assert seen == 2 * [dict(
         prompts=[a, a, b, b], completions=list(map(said, texts)), completion_ids=TOKENIZER(texts).input_ids,
         ended=[True, False, True, True], x=[[1], [1], None, None])]
