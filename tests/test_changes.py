@@ -131,7 +131,7 @@ def test_compiled_model_has_the_same_log_probs_and_gradients(monkeypatch):
     monkeypatch.setattr(logprobs, "log_softmax_at", logprobs.log_softmax_at)
     compiled = load(script=changed("compile"), trains=True, gradient_checkpointing=True)
     names = {type(part).__name__ for part in compiled.modules() if part._compiled_call_impl}
-    assert names == {"LlamaMLP", "LlamaRMSNorm"} and hasattr(logprobs.log_softmax_at, "get_compiler_config")
+    assert names == {"LlamaMLP", "LlamaRMSNorm"}
     expected = values_and_gradients(slow, load(trains=True), GROUPS)
     found = values_and_gradients(logprobs.completion_logprobs, compiled, GROUPS)
     assert all(map(partial(torch.allclose, atol=1e-4, rtol=1e-4), found, expected))

@@ -1,5 +1,4 @@
 """dpo.py from end to end, and what the other scripts have in common with it: files, reference, order, rates."""
-import gc
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -73,21 +72,25 @@ def test_finished_folder_is_refused_and_the_next_is_the_default(script, tmp_path
 
 # --- The reference
 
-@parametrize("flags, models", [
-    ({}, [1, 1]), (dict(ref="none"), [1]), (dict(loss=("simpo", "sft"), ref="swap"), [1]), (dict(ref="live"), [1, 2])])
-def test_no_reference_is_in_memory_that_is_not_needed(monkeypatch, flags, models):
-    loaded, alive = [], weakref.WeakSet()
+@parametrize("flags, trains", [
+    ({}, [False, True]), (dict(ref="none"), [True]), (dict(loss=("simpo", "sft"), ref="swap"), [True]),
+    (dict(ref="live"), [True, False])])
+def test_a_reference_is_loaded_only_if_it_is_needed(monkeypatch, flags, trains):
+    """A cached one is gone before the policy is loaded."""
+    loaded, load_model = [], dpo.load_model
 
-    def load_model(*rest, original=dpo.load_model, **options):
-        model = original(*rest, **options)
-        alive.add(model)
-        gc.collect()
-        loaded.append(len(alive))
+    def spy(*rest, trains=False):
+        if trains:
+            assert not [model for model in references if model() is not None]
+        model = load_model(*rest, trains=trains)
+        loaded.append(trains)
+        references.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(dpo, "load_model", load_model)
+    references = []
+    monkeypatch.setattr(dpo, "load_model", spy)
     dpo.main(arguments(steps=1, **flags))
-    assert loaded == models
+    assert loaded == trains
 
 
 @BOTH

@@ -162,8 +162,7 @@ LONGROPE = DYNAMIC | dict(rope_type="longrope", short_factor=[1.0] * 4, long_fac
 
 
 @parametrize("model_type, config, length", [
-    ("llama", dict(SMALL, rope_parameters=DYNAMIC), 64),
-    ("llama", dict(SMALL, rope_parameters=LINEAR), 256),
+    ("llama", dict(SMALL, rope_parameters=DYNAMIC), 64), ("llama", dict(SMALL, rope_parameters=LINEAR), 256),
     ("gemma3_text", dict(SMALL, rope_parameters=dict(full_attention=LONGROPE, sliding_attention=LINEAR)), 64),
     ("deepseek_v32", dict(index_topk=70), 70), ("mamba", {}, float("inf"))])
 def test_context_length_by_hand(model_type, config, length):

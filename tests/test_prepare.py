@@ -3,9 +3,7 @@ import csv
 import json
 import random
 import re
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from models import parametrize
@@ -21,7 +19,7 @@ GOOD = dict(prompt=Q, completion=A, label=True)
 
 @pytest.fixture
 def run(tmp_path, capsys):
-    """Prepares rows (dicts, or lines of text) or a file. Returns the rows of train.jsonl and what was printed."""
+    """Prepares rows (dicts, or lines of text) or a file. Returns train.jsonl and what was printed."""
     def run(data, /, **flags):
         path, out = data, tmp_path / f"out-{Path(str(data)).name}"
         if isinstance(data, list):
@@ -63,12 +61,12 @@ def test_dialogues_are_divided_at_their_last_answer(run):
     assert run(rows, chat=True)[0] == [chat(said("Hot?", "user") + said("Yes.") + said("Good?", "user"))] * 2
 
 
-@parametrize("row, expected", [
-    (dict(prompt=" q", chosen="a", rejected=" b\n"), chat()),
-    (dict(prompt=" q", chosen="a", rejected="b", system="Be brief."), chat(BRIEF + Q)), (chat(system=""), chat()),
-    (dict(prompt="Go on:\n\nHuman: Hot?"), dict(prompt=said("Go on:\n\nHuman: Hot?", "user")))])  # is no dialogue
-def test_chat_makes_messages_of_strings(run, row, expected):
-    assert run([row], chat=True)[0] == [expected]
+def test_chat_makes_messages_of_strings(run):
+    pair = dict(prompt=" q", chosen="a", rejected=" b\n")
+    rows = [pair, pair | dict(system="Be brief."), chat(system="")]
+    assert run(rows, chat=True)[0] == [chat(), chat(BRIEF + Q), chat()]
+    no_dialogue = "Go on:\n\nHuman: Hot?"
+    assert run([dict(prompt=no_dialogue)], chat=True)[0] == [dict(prompt=said(no_dialogue, "user"))]
 
 
 def test_pairs_become_rated_answers(run):
@@ -141,6 +139,7 @@ def test_files_of_text_give_the_same_rows(run, tmp_path):
 
 
 def test_parquet_files_are_read(run, tmp_path, monkeypatch):
+    """They fill in keys with null."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     datasets.Dataset.from_list([chat(), chat(CALLING)]).to_parquet(tmp_path / "a.parquet")
@@ -153,15 +152,6 @@ def test_cells_of_csv_hold_messages_tools_and_rewards(run, tmp_path):
     cells |= dict(chosen_reward="1.50", rejected_reward="", chat_template_kwargs="") | texts
     row = chat(tools=TOOLS, chosen_reward=1.5, rejected_reward=None, chat_template_kwargs=None) | texts
     assert run(write_csv(tmp_path / "a.csv", cells))[0] == [row]
-
-
-def test_hub_data_has_a_name_configuration_and_split(run, monkeypatch):
-    asked = []
-    hub = SimpleNamespace(load_dataset=lambda *names, split: asked.append((*names, split)) or [PAIR])
-    monkeypatch.setitem(sys.modules, "datasets", hub)
-    for source in ("some/data", "some/data:train[5:9]", "some/data:en:test"):
-        assert run(source)[0] == [PAIR]
-    assert asked == [("some/data", "train"), ("some/data", "train[5:9]"), ("some/data", "en", "test")]
 
 
 # --- Columns

@@ -20,8 +20,7 @@ CASES = {
     "dpo": {}, "dpo-swap": dict(ref="swap", gradient_checkpointing=True), "dpo-lora": dict(lora_r=4, lr=2e-2),
     "dpo-bfloat16": dict(dtype="bfloat16", ref="swap"), "kto": {},
     "kto-one-row": dict(batch_size=1, model=tiny(1), ref_model=tiny()),  # z is positive
-    "rloo": dict(updates_per_rollout=2), "rloo-one-prompt": dict(batch_size=1),
-    "tr_dpo": {}}  # a patch, which moves the reference
+    "rloo": dict(updates_per_rollout=2), "rloo-one-prompt": dict(batch_size=1)}
 FAMILIES = ["llama-tied", "glm4-moe-buffer", "gemma2-softcaps", "mamba"]  # models of dpo runs
 
 
@@ -79,12 +78,7 @@ def flags_of(name, **changes):
         model_type, config = MODELS[name]
         model = build(model_type, config | dict(vocab_size=len(TOKENIZER), eos_token_id=3))
         script, flags = "dpo", dict(batch_size=1, model=save(model, name))
-    module = SCRIPTS.get(script)
-    if name == "tr_dpo":
-        from test_changes import MOVING, changed
-        script, module, flags = "dpo", changed("tr_dpo"), MOVING
-        end_forks()  # the next ones have this module
-    return module.main, arguments(script, module, **UNEVEN | flags | changes)
+    return SCRIPTS[script].main, arguments(script, **UNEVEN | flags | changes)
 
 
 @cache
