@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import build, parametrize
+from models import SMALL, build, parametrize
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.distributed.checkpoint.api import CheckpointException
@@ -26,8 +26,7 @@ import rloo
 ROOT = Path(dpo.__file__).parent
 REWARDS = ROOT / "tests/rewards.py"
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "demo/model")
-TINY = dict(vocab_size=len(TOKENIZER), hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=None, eos_token_id=3)
+TINY = SMALL | dict(vocab_size=len(TOKENIZER), num_hidden_layers=1, bos_token_id=None, eos_token_id=3)
 TIED = TINY | dict(tie_word_embeddings=True)
 RUNS = count()
 FOLDER = TemporaryDirectory()  # removed when the tests end
@@ -82,7 +81,7 @@ def without_speed(history):
 
 
 def finished(args, history):
-    """What is compared of a run. The weights are float32: NumPy, which compares them, has no bfloat16."""
+    """What is compared of a run, with weights in float32."""
     weights = {}
     for file in Path(args.out, "model").glob("*.safetensors"):
         weights |= {name: weight.float() for name, weight in load_file(file).items()}
@@ -104,8 +103,7 @@ def run_once(script, changes):
 def run_until(die_at, main, args):
     """Runs a script, which dies before event number `die_at`, or before the event of that name, such as
     "learning_rate 2" or "replace model". Each event changes a file or weights."""
-    counts = Counter()
-    dead = []
+    counts, dead = Counter(), []
 
     def mortal(owner, name):
         function = getattr(owner, name)

@@ -42,10 +42,10 @@ def apply(patch, text):
 
 def changed(name, script=None):
     """The module that a patch makes of a script, once. NAME+OTHER: two patches."""
-    names = name.split("+")
-    script = script or SCRIPTS_OF[names[0]][0]
+    first, *others = name.split("+")
+    script = script or SCRIPTS_OF[first][0]
     text = (ROOT / f"{script}.py").read_text()
-    for patch in names:
+    for patch in (first, *others):
         text = apply(PATCHES[patch], text)
     label = f"{name} of {script}"
     return sys.modules.get(label) or module_of(text, label, script)

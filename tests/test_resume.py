@@ -26,9 +26,9 @@ def command(name, out, **changes):
     return SCRIPTS[script].main, arguments(script, **dict(save_every=1, out=str(out)) | RUNS[name] | changes)
 
 
-def start(*names, **changes):
-    main, args = command(*names, **changes)
-    return main(args)
+def start(name, out, **changes):
+    main, args = command(name, out, **changes)
+    main(args)
 
 
 @cache
