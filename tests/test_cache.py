@@ -143,13 +143,14 @@ def test_two_jobs_share_a_file(path, whole):
 @parametrize("name", HEADER)
 def test_file_of_another_run_is_refused_and_stays(path, whole, name):
     """Only the name may differ."""
-    ReferenceCache("Qwen/A", **HEADER | {name: "THEIRS"}).save(path)
+    other = HEADER | {name: "THEIRS"}
+    ReferenceCache("Qwen/A", **other).save(path)
     old = path.read_bytes()
     for use in (loaded, whole.save):
         with bad_input(f"{path}: .* Qwen/A, .*'THEIRS'.*not with .*'{HEADER[name]}'"):
             use(path)
     assert path.read_bytes() == old
-    ReferenceCache("Qwen/B", **HEADER | {name: "THEIRS"}).load(path)
+    ReferenceCache("Qwen/B", **other).load(path)
 
 
 def content(answers):
@@ -199,11 +200,12 @@ def test_hostile_file_is_refused_at_once_and_runs_nothing(kind, path, tmp_path, 
 def test_damaged_file_is_refused(path, whole):
     whole.save(path)
     data = path.read_bytes()
-    flipped = data[:99] + bytes([data[99] ^ 4]) + data[100:]
-    for damaged in (flipped, *(data[:n] for n in range(0, len(data), 33))):
-        path.write_bytes(damaged)
-        with bad_input("delete it"):
-            loaded(path)
+    for n in range(0, len(data), 33):
+        flipped = data[:n] + bytes([data[n] ^ 4]) + data[n + 1:]
+        for damaged in (data[:n], flipped):
+            path.write_bytes(damaged)
+            with bad_input("delete it"):
+                loaded(path)
 
 
 # --- The digest

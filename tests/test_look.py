@@ -102,7 +102,7 @@ def test_rows_of_other_scripts_are_counted_as_they_do(describe, good, bad):
 
 def test_the_first_row_is_shown_as_the_model_reads_it(describe):
     shown = "row 1, | where training begins:\n  "
-    assert shown + "'<user>q</s><assistant>'\n  | 'a</s>'\n  | 'b</s>'\n" in describe([chat(), chat(tools=[])])
+    assert shown + "'<user>q</s><assistant>'\n  | 'a</s>'\n  | 'b</s>'\n" in describe([chat()])
     assert shown + "'<s>The tea'\n  | ' was warm.</s>'\n  | ' was bad.</s>'\n" in describe([PAIR], adds=["<s>"])
     assert shown + "'<user>q</s><assistant>The tea is'\n" in describe([dict(prompt=BEGUN)])
 
@@ -114,12 +114,10 @@ def test_prompts_that_end_early_are_told(describe):
         assert ("1", "have a prompt that ends early: a token spans its end, or the template changes it", "1") in found
 
 
-def test_long_rows_and_chats_without_bos_or_a_stop_token_are_told(describe):
-    out = describe([chat(said("q" * length, "user")) for length in (1600, 1100, 1)], adds=["<s>"], stops=["<en>"])
-    assert re.findall(r"(\S+) rows are longer than (\S+) tokens", out) == [("2", "1,024"), ("1", "1,500")]
-    assert notes(out) == [
-        ("3", "do not begin with <s>, which the template does not write", "1"),
-        ("3", "have an answer that does not end with <en>, where generation stops", "1")]
+def test_rows_without_bos_or_a_stop_token_are_told(describe):
+    assert notes(describe([chat()], adds=["<s>"], stops=["<en>"])) == [
+        ("1", "do not begin with <s>, which the template does not write", "1"),
+        ("1", "have an answer that does not end with <en>, where generation stops", "1")]
 
 
 @needs_peft
