@@ -121,4 +121,4 @@ def values_and_gradients(function, model, groups, **options):
 
 def equal(one, two):
     """Whether two state dicts have the same names and the same bits."""
-    return set(one) == set(two) and all((one[name] == two[name]).all() for name in one)
+    return set(one) == set(two) and all(one[name].equal(two[name]) for name in one)

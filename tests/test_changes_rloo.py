@@ -143,10 +143,3 @@ def test_graphs_draw_the_same_samples(monkeypatch, name, k, is_copied, stride):
     assert one.groups == other.groups
     assert (one.logps - other.logps).abs().max() <= (1e-4 if stride > 1 else 0)
     assert recorder.called == (stride > 8)
-
-
-@parametrize("name, n", [("llama", 64), ("mistral-window-5", 1), ("stablelm", 1)])
-def test_windows_and_padding_have_no_graph(monkeypatch, name, n):
-    model = ready(name)
-    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    assert changed("cuda_graph").tokens_per_graph(model) == n

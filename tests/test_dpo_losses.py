@@ -44,29 +44,19 @@ def formulas(w, l, c, r, n, m, reward_w, reward_l):
 
 
 LOSSES = list(formulas(*PAIRS))
-EACH_LOSS = parametrize("name", LOSSES)
 
 
 def test_every_loss_of_the_command_line_has_a_formula():
     assert set(get_args(dpo.Loss)) == set(LOSSES)
 
 
-@EACH_LOSS
+@parametrize("name", LOSSES)
 def test_losses_and_gradients_equal_their_formulas(name):
     leaves = [values.double().requires_grad_() for values in PAIRS]
     losses = preference_loss(name, Batch(*leaves), ARGS), formulas(*leaves)[name]
     assert losses[0].tolist() == pytest.approx(losses[1].tolist())
     gradients = [torch.autograd.grad(loss.sum(), leaves, materialize_grads=True) for loss in losses]
     assert torch.allclose(*map(torch.stack, gradients))
-
-
-@EACH_LOSS
-def test_log_ratios_of_hundreds_of_nats_stay_finite(name):
-    ratios = tensor([[500.0, -500.0, 500.0], [-500.0, 500.0, 500.0]], requires_grad=True)
-    batch = Batch(*torch.ones(8, 3))._replace(logratio_w=ratios[0], logratio_l=ratios[1])
-    loss = preference_loss(name, batch, Args(label_smoothing=0.1)) + ratios.sum()
-    loss.sum().backward()
-    assert loss.isfinite().all() and ratios.grad.isfinite().all()
 
 
 def test_metrics_by_hand():

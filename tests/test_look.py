@@ -162,9 +162,9 @@ def test_wrong_rows_come_first():
     page = page_of(run("dpo").out)
     margins = [float(text) for text in re.findall(r"margin ([+-][\d.]+)", page)]
     assert margins == sorted(margins) and len(margins) == 3 and page.count("wrong</b>") == np.sum(np.less(margins, 0))
-    ones = dict(chosen=np.ones(2), rejected=np.ones(3))
-    assert look.Row((), {}, {}, ones).margin() == look.Row((), {}, {}, dict(undesirable=np.ones(1))).margin() == -1
-    assert look.Row((), {}, dict(before=0.5, after=0.25)).margin() == -0.25
+    rows = [look.Row((), {}, {}, dict(chosen=np.ones(2), rejected=np.ones(3))),
+            look.Row((), {}, {}, dict(undesirable=np.ones(1))), look.Row((), {}, dict(before=1.5, after=0.5))]
+    assert [row.margin() for row in rows] == [-1] * 3
 
 
 def test_text_of_files_is_escaped_and_nothing_else_is_loaded(tmp_path):
