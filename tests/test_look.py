@@ -22,7 +22,6 @@ PLAIN = PLAIN.replace("{{ m.content }}", "{{ m.content }}</s>")
 CALLS = "{{ tools | tojson if tools }}" + PLAIN.replace(
     "{{ m.content", "{{ m.tool_calls | tojson if m.tool_calls }}{{ m.content")
 THOUGHTLESS = PLAIN.replace("m.content", "m.content.split('</think>')[-1] if m.role == 'assistant' else m.content")
-USERS = PLAIN.replace("in messages", "in messages if m.role != 'tool'")
 COUNTS = "{{ messages | length if messages[0].role == 'system' }}" + PLAIN  # another prompt where an answer follows
 STRICT = "{% if messages | length > 2 %}{{ raise_exception('Roles must alternate') }}{% endif %}" + PLAIN
 THINKS = PLAIN.replace("%}<assistant>", "%}<assistant><think>")
@@ -31,7 +30,6 @@ ADDS = "{{ tools[0].name + '' if tools }}" + PLAIN  # a TypeError if the name is
 BEGUN = Q + said("The tea is")
 
 TEXT = "have text that the template does not write"
-STRINGS = "are strings, to which the chat template is not applied"
 
 
 def notes(printed):
@@ -74,7 +72,6 @@ def describe(tmp_path, capsys):
     (PLAIN, chat(tools=TOOLS), ["have tools that the template does not write"]),
     (PLAIN, chat(CALLING), [TEXT]),  # calls of an earlier turn
     (CALLS, chat(CALLING, tools=TOOLS), []),
-    (USERS, chat(said("as", "tool") + Q), [TEXT]),  # "as" stands in <assistant>
     (PLAIN, chat(said("q\U000F0000\U000F0001", "user")), []),  # characters of the marks
     (THOUGHTLESS, chat(said("<think>Hm.</think>a", "user"), said("<think>Hm.</think>a")), [TEXT]),
     (THOUGHTLESS, chat(said("<think>Hm.</think>a") + Q), []),  # an earlier thought
@@ -85,8 +82,7 @@ def describe(tmp_path, capsys):
     (STRICT, chat(BEGUN), ["stop the script with TemplateError: Roles must alternate"]),
     (ADDS, chat(tools=[dict(name=7)]), ["stop the script with TypeError: "]),
     (PLAIN, dict(prompt=Q, chosen=A), ["stop the script with KeyError: 'rejected'"]),
-    (PLAIN, PAIR, [STRINGS, "have an answer without </s>, which the script adds"]),
-    (PLAIN, dict(PAIR, chosen=" a</s>", rejected=" b</s>"), [STRINGS])])
+    (PLAIN, PAIR, ["are strings, to which the chat template is not", "have an answer without </s>, which the script"])])
 def test_what_is_told_of_a_row_is_what_the_script_does(describe, template, row, expected):
     found = notes(describe([chat(), row, row], template))
     told = [(n, note[:len(words)], first) for (n, note, first), words in zip(found, expected, strict=True)]

@@ -138,14 +138,6 @@ def test_files_of_text_give_the_same_rows(run, tmp_path):
         assert run(path)[0] == rows
 
 
-def test_parquet_files_are_read(run, tmp_path, monkeypatch):
-    """They fill in keys with null."""
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    datasets.Dataset.from_list([chat(), chat(CALLING)]).to_parquet(tmp_path / "a.parquet")
-    assert run(tmp_path / "a.parquet")[0] == [chat(), chat(CALLING)]
-
-
 def test_cells_of_csv_hold_messages_tools_and_rewards(run, tmp_path):
     cells = {name: json.dumps(value) for name, value in chat(tools=TOOLS).items()}
     texts = dict(zip="00501", page='[{"port": "Brest"}]' * 9_999)

@@ -10,25 +10,14 @@ from runs import arguments
 from torch import tensor
 
 import rloo
-from models import MODELS, SMALL, bad_input, build, make, parametrize, slow_but
-from logprobs import enable_shared_prompts
+from models import MODELS, bad_input, parametrize, ready, slow_but
 from rloo import draw, rollout
 
 RANDOM = torch.Generator().manual_seed(0)
 PROMPTS = [tuple(torch.randint(3, 97, (n,), generator=RANDOM).tolist()) for n in (3, 17, 25)]
 PROMPTS.insert(2, (0, 0, 9, 8, 4, 3, 0))  # token 0 is no padding
 TOKENIZER = SimpleNamespace(eos_token_id=2, batch_decode=lambda ids, **_: ids)  # all that a rollout asks of it
-MINIMAX = dict(  # its cache is special
-    SMALL, head_dim=8, block_size=4, num_hidden_layers=3, num_local_experts=4, num_experts_per_tok=2,
-    layer_types=["linear_attention", "full_attention", "linear_attention"])
-QUICK = {"llama", "gpt2", "granite-logits-scaling", "mistral-window-5", "gemma3-window-6", "mamba", "minimax"}
-
-
-def model_of(name):
-    """A model as load_model leaves it."""
-    model = make(name) if name in MODELS else build(name, MINIMAX)
-    enable_shared_prompts(model)
-    return model
+QUICK = {"llama", "gpt2", "granite-logits-scaling", "mistral-window-5", "gemma3-window-6", "mamba"}
 
 
 def flags(**changes):
@@ -58,10 +47,10 @@ def check_tokens(model, samples, args):
     assert not samples.logps[~samples.mask].any()
 
 
-@parametrize("name", slow_but(QUICK, [*MODELS, "minimax"]))
+@parametrize("name", slow_but(QUICK, MODELS))
 def test_uniform_numbers_pick_tokens_of_the_model(name):
     """Also where each of a few samples has a copy of the prompt, because it is shorter than they are."""
-    model, args = model_of(name), flags()
+    model, args = ready(name), flags()
     check_tokens(model, roll(model, args), args)
     check_tokens(model, roll(model, args, PROMPTS[::2], k=2), args)
 
@@ -75,7 +64,7 @@ def test_tokens_of_probability_0_are_never_drawn():
 
 @parametrize("name", ["llama", "mamba"])
 def test_samples_do_not_depend_on_the_batch(name, monkeypatch):
-    model = model_of(name)
+    model = ready(name)
     model.generation_config.eos_token_id = None
     monkeypatch.setattr(TOKENIZER, "eos_token_id", None)  # then no sample ends
     args = flags(max_new_tokens=6)
@@ -90,7 +79,7 @@ def test_samples_do_not_depend_on_the_batch(name, monkeypatch):
 @parametrize("name", ["llama", "gpt2", "mistral-window-5", "mamba"])
 def test_samples_leave_at_their_first_stop_token(name):
     """They leave at every length, and change no other sample."""
-    model = model_of(name)
+    model = ready(name)
     stops = range(2, 13)
     model.generation_config.eos_token_id = [*stops[1:]]  # 2 is the tokenizer's
     samples = roll(model, flags(), k=8)
@@ -99,18 +88,6 @@ def test_samples_leave_at_their_first_stop_token(name):
         assert not set(y[:-1]) & set(stops)
         assert has_ended == (y[-1] in stops) and (has_ended or len(y) == 10)
     assert len({len(y) for _, ys in samples.groups for y in ys}) > 4
-
-
-def test_rollout_tokens_bounds_every_batch(monkeypatch):
-    columns, sample = [], rloo.sample_batch
-
-    def spy(core, prompts, u, *rest):
-        columns.append(len(prompts) * (max(map(len, prompts)) + u.shape[1] * u.shape[2]))
-        return sample(core, prompts, u, *rest)
-
-    monkeypatch.setattr(rloo, "sample_batch", spy)
-    roll(model_of("llama"), flags(rollout_tokens=300), PROMPTS * 4)
-    assert max(columns) <= 300 and len(columns) < 16
 
 
 @parametrize("steps", [0, 1])
