@@ -63,7 +63,7 @@ def test_holds_the_log_probs_of_every_completion(whole):
         whole[Q + (44,), (2,)]  # the boundary is part of the key
 
 
-def test_fill_frees_the_model_and_then_the_memory_of_the_gpu(monkeypatch):
+def test_fill_frees_the_model_and_its_memory(monkeypatch):
     models, was_alive = [], []  # weak references; at each call of empty_cache
 
     def load():

@@ -62,7 +62,7 @@ def module_of(text, name, script):
 
 @parametrize("name", slow_but(MACHINERY, PATCHES))
 @needs_patch
-def test_patch_applies_to_its_scripts_and_others_stack_on_it(name, tmp_path):
+def test_patch_applies_and_others_stack_on_it(name, tmp_path):
     """Without an offset in its own script. The linter finds no unused or missing name."""
     file = tmp_path / "patched.py"
     for script in SCRIPTS_OF[name]:
@@ -138,7 +138,7 @@ def test_compiled_model_has_the_same_log_probs_and_gradients(monkeypatch):
 
 
 @SLOW
-def test_policy_and_reference_in_4_bits_are_equal_and_runs_resume():
+def test_policy_and_reference_in_4_bits_are_equal():
     bitsandbytes, _ = map(pytest.importorskip, ("bitsandbytes", "peft"))
     module = changed("load_in_4bit")
     history, args = run("load_in_4bit", lora_r=4, dtype="bfloat16", save_every=2)
@@ -221,7 +221,7 @@ MOVING = dict(sync_reference=2, sync_mix=0.6)
 
 @parametrize("name, script, flags", [
     ("tr_dpo", "kto", MOVING), ("tr_dpo", "dpo", MOVING | dict(dtype="bfloat16")), ("humanline", "dpo", {})])
-def test_reference_moves_and_a_resumed_run_has_the_same_bits(name, script, flags):
+def test_reference_moves_and_runs_resume_bitwise(name, script, flags):
     whole, args = run(name, script, save_every=2, **flags)
     history, folder = resumed(changed(name, script), args)
     assert history == without_speed(whole)

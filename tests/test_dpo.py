@@ -57,7 +57,7 @@ def test_run_that_is_not_finite_stops_and_saves_nothing(script):
 
 
 @EACH
-def test_finished_folder_is_refused_and_the_next_is_the_default(script, tmp_path, monkeypatch):
+def test_finished_folder_is_refused(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in (script, f"{script}-2"):
         for _ in range(2):  # also if it is there, for a run to go on
@@ -65,7 +65,7 @@ def test_finished_folder_is_refused_and_the_next_is_the_default(script, tmp_path
             assert out == Path("out", name)
             out.mkdir(parents=True, exist_ok=True)
         (out / "model").mkdir()
-    with bad_input("holds a finished run: name another --out"):
+    with bad_input("holds a finished run"):
         SCRIPTS[script].main(arguments(script, out=f"out/{script}"))
 
 
@@ -109,7 +109,7 @@ def test_log_probs_of_another_model_stop_the_run(script, monkeypatch):
 
 
 @parametrize("answer", ["chosen", "rejected"])
-def test_cache_that_is_wrong_for_some_answers_stops_the_run(answer, tmp_path):
+def test_cache_that_is_wrong_stops_the_run(answer, tmp_path):
     args = arguments(steps=1, ref_cache=f"{tmp_path}/cache.pkl")
     cache = cache_of(run(steps=0).out)
     for row in dpo.load_rows(args.data, TOKENIZER, args):

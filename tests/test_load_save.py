@@ -14,7 +14,7 @@ from logprobs import full_tensor
 
 
 @EACH
-def test_weights_that_train_are_not_rounded_and_a_reference_is(script):
+def test_weights_that_train_are_not_rounded(script):
     """In a run in bfloat16. Whether the checkpoint is float32 or not."""
     stored = load_file(f"{tiny()}/model.safetensors")
     policy, reference = (load(None, SCRIPTS[script], trains, dtype="bfloat16") for trains in (True, False))

@@ -131,11 +131,7 @@ def without_window(shared, *args, sliding_window=None, **kwargs):
     return shared(*args, **kwargs)
 
 
-def with_sinks(shared, *args, **kwargs):
-    return shared(*args, **kwargs, s_aux=torch.ones(1))
-
-
-@parametrize("attention", [slightly_off, without_spans_in_a_layer, without_window, with_sinks])
+@parametrize("attention", [slightly_off, without_spans_in_a_layer, without_window])
 def test_wrong_attention_gets_padded_rows(attention, monkeypatch):
     """The window is longer than the rows of the test."""
     attention_with_fault = partial(attention, ALL_ATTENTION_FUNCTIONS[SHARED])

@@ -99,7 +99,6 @@ def test_rows_of_other_scripts_are_counted_as_they_do(describe, good, bad):
 def test_the_first_row_is_shown_as_the_model_reads_it(describe):
     shown = "row 1, | where training begins:\n  "
     assert shown + "'<user>q</s><assistant>'\n  | 'a</s>'\n  | 'b</s>'\n" in describe([chat()])
-    assert shown + "'<s>The tea'\n  | ' was warm.</s>'\n  | ' was bad.</s>'\n" in describe([PAIR], adds=["<s>"])
     assert shown + "'<user>q</s><assistant>The tea is'\n" in describe([dict(prompt=BEGUN)])
 
 

@@ -77,7 +77,7 @@ def test_adapter_whose_weights_do_not_fit_is_refused():
             load(folder, trains=trains)
 
 
-def test_adapter_as_model_has_its_own_rate_and_gets_no_second_one():
+def test_adapter_as_model_gets_no_second_one():
     assert dpo.resolve(arguments(model=adapt("sft"), lr=None)).lr == 1e-5
     with bad_input("--lora_r makes a new adapter, but --model is one"):
         dpo.resolve(arguments(model=adapt("sft"), lora_r=4))

@@ -138,7 +138,7 @@ def test_files_of_text_give_the_same_rows(run, tmp_path):
         assert run(path)[0] == rows
 
 
-def test_cells_of_csv_hold_messages_tools_and_rewards(run, tmp_path):
+def test_cells_of_csv_hold_messages_and_rewards(run, tmp_path):
     cells = {name: json.dumps(value) for name, value in chat(tools=TOOLS).items()}
     texts = dict(zip="00501", page='[{"port": "Brest"}]' * 9_999)
     cells |= dict(chosen_reward="1.50", rejected_reward="", chat_template_kwargs="") | texts

@@ -73,8 +73,7 @@ def slow_run(script, args, begin):
         rewards = 0.1 * ratios(batch, "completion")
         utility = torch.sigmoid((rewards - 0.1 * z) * torch.where(is_desirable, 1, -1))
         losses = (1 - utility) * torch.where(is_desirable, args.desirable_weight, args.undesirable_weight)
-        means = {} if is_desirable.all() else {"rewards/rejected": rewards[~is_desirable].mean().item()}
-        return losses.mean(), {"kl": z} | means
+        return losses.mean(), {"kl": z}
 
     loss_of = dpo_loss if script == "dpo" else kto_loss
     ordered = module.rows_in_order(rows, args.steps * args.batch_size, args.seed)

@@ -97,7 +97,7 @@ def test_runs_of_another_optimizer_resume_bitwise(tmp_path, monkeypatch):
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
 
 
-def test_weight_without_a_gradient_has_no_state_after_a_resume(tmp_path):
+def test_weight_without_a_gradient_has_no_state(tmp_path):
     """As an expert that no token has reached yet. Adam would count steps that it did not make."""
     def step(policy, optimizer, part):
         policy[part](torch.ones(2)).sum().backward()
@@ -116,7 +116,7 @@ def test_weight_without_a_gradient_has_no_state_after_a_resume(tmp_path):
     assert equal(one.state_dict(), two.state_dict())
 
 
-def test_files_are_on_the_disk_before_they_get_their_names(tmp_path, monkeypatch):
+def test_files_are_synced_before_they_get_names(tmp_path, monkeypatch):
     """A power cut loses what was written last. A sync writes the lines of the log, and the weights."""
     events, rename = [], os.replace
     monkeypatch.setattr(os, "sync", lambda: events.append(
