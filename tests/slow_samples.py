@@ -1,4 +1,4 @@
-"""The losses of rloo.py and of its patches as plain loops. A batch is a list of prompts, which are lists of samples."""
+"""The losses of rloo.py and its patches as plain loops. A batch is a list of prompts, which are lists of samples."""
 from functools import cache
 from math import isnan
 from statistics import mean, stdev

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def errors(name, groups, truth):
-    """Mean error of the log-probs in nats, and error of the gradient as a share of its norm, in bfloat16."""
+    """Errors in bfloat16: of the log-probs in nats, and of the gradient as a share of its norm."""
     model = make(name).cuda().bfloat16()
     enable_shared_prompts(model)
     assert has_shared_prompts(model)

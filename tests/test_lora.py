@@ -14,8 +14,8 @@ from refcache import Swap
 
 peft = pytest.importorskip("peft")
 KINDS = parametrize("config", [
-    {}, dict(modules_to_save=["lm_head"]), dict(modules_to_save=["embed_tokens"]), dict(bias="all"),
-    dict(use_dora=True), dict(trainable_token_indices={"embed_tokens": [9, 12]})], ids=str)
+    {}, dict(modules_to_save=["lm_head"]), dict(bias="all"), dict(use_dora=True),
+    dict(trainable_token_indices={"embed_tokens": [9, 12]})], ids=str)
 
 
 def with_peft(folder):

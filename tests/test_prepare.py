@@ -73,8 +73,7 @@ def test_pairs_become_rated_answers(run):
     rows, out = run([PAIR | dict(id=7), PAIR | dict(chosen=" b.", rejected=PAIR["chosen"])], rows="rated")
     assert rows[:2] == [RATED | dict(id=7), RATED | dict(completion=PAIR["rejected"], label=False, id=7)]
     assert "\n       1 contradict an earlier row" in out and "repeat" not in out
-    labels = [True, 1.0, "True", False, 0, "0.0"]
-    rows, _ = run([RATED | dict(label=label) for label in labels])
+    rows, _ = run([RATED | dict(label=label) for label in (True, 1.0, "True", False, 0, "0.0")])
     assert [row["label"] for row in rows] == [True] * 3 + [False] * 3
 
 

@@ -1,4 +1,4 @@
-"""Several processes give the run of one. The processes are forked here; torchrun itself is behind `slow`."""
+"""Several processes give the run of one. They are forked here; torchrun itself is behind `slow`."""
 import multiprocessing
 import os
 import pickle

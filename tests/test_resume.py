@@ -117,7 +117,7 @@ def test_weight_without_a_gradient_has_no_state(tmp_path):
 
 
 def test_files_are_synced_before_they_get_names(tmp_path, monkeypatch):
-    """A power cut loses what was written last. A sync writes the lines of the log, and the weights."""
+    """A power cut loses what was written last: lines of the log, and weights."""
     events, rename = [], os.replace
     monkeypatch.setattr(os, "sync", lambda: events.append(
         (len(read(tmp_path / "metrics.jsonl")), len(list(tmp_path.glob(".model/*.safetensors"))))))

@@ -50,7 +50,7 @@ def scores_of(samples, args):
 # --- Advantages and loss, by hand
 
 def test_advantages_by_hand():
-    """They are exactly 0 if rewards are equal: Adam would make a whole step of 1e-8."""
+    """They are exactly 0 if rewards are equal."""
     rewards = tensor([[10.0, 20.0, 60.0, NAN], [0.1, NAN, 0.1, 0.1], [NAN, 5.0, NAN, NAN], [NAN] * 4])
     assert leave_one_out(rewards).tolist() == [[-30, -15, 45, 0], *[[0] * 4] * 3]
     assert not leave_one_out(torch.rand(100, 1).repeat(1, 7)).any()
@@ -96,7 +96,7 @@ def test_rewards_of_one_name_have_metrics_of_their_own():
 
 
 def test_each_sample_has_columns_of_its_own():
-    """If a reward changes them, neither the other samples of a prompt see that, nor the next step."""
+    """If a reward changes them, no other sample and no later step sees that."""
     def reward(**columns):
         seen.append(deepcopy(columns))
         return [prompt.append("more") or len(prompt) for prompt in columns["prompts"]]
