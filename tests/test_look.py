@@ -22,7 +22,6 @@ PLAIN = PLAIN.replace("{{ m.content }}", "{{ m.content }}</s>")
 CALLS = "{{ tools | tojson if tools }}" + PLAIN.replace(
     "{{ m.content", "{{ m.tool_calls | tojson if m.tool_calls }}{{ m.content")
 THOUGHTLESS = PLAIN.replace("m.content", "m.content.split('</think>')[-1] if m.role == 'assistant' else m.content")
-COUNTS = "{{ messages | length if messages[0].role == 'system' }}" + PLAIN  # another prompt where an answer follows
 STRICT = "{% if messages | length > 2 %}{{ raise_exception('Roles must alternate') }}{% endif %}" + PLAIN
 THINKS = PLAIN.replace("%}<assistant>", "%}<assistant><think>")
 ADDS = "{{ tools[0].name + '' if tools }}" + PLAIN  # a TypeError if the name is a number
@@ -78,7 +77,6 @@ def describe(tmp_path, capsys):
     (PLAIN, chat(chosen=said("a", thinking="Hm.")), [TEXT]),
     (CALLS, chat(chosen=said("a ", tool_calls=[dict(name="f", arguments=dict(to='1\n"m"'))])), []),
     (PLAIN, chat(chosen=said("", tool_calls=CALL)), ["are dropped: empty or equal answers"]),
-    (COUNTS, chat(said("Be brief.", "system") + Q), ["stop the script with BadInput: the chat template changes"]),
     (STRICT, chat(BEGUN), ["stop the script with TemplateError: Roles must alternate"]),
     (ADDS, chat(tools=[dict(name=7)]), ["stop the script with TypeError: "]),
     (PLAIN, dict(prompt=Q, chosen=A), ["stop the script with KeyError: 'rejected'"]),
