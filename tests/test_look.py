@@ -69,6 +69,7 @@ def describe(tmp_path, capsys):
 
 @parametrize("template, row, expected", [
     (PLAIN, chat(tools=TOOLS), ["have tools that the template does not write"]),
+    (PLAIN, chat(tools=[dict(parameters=dict(role="captain"))]), ["have tools that the template does not write"]),
     (PLAIN, chat(CALLING), [TEXT]),  # calls of an earlier turn
     (CALLS, chat(CALLING, tools=TOOLS), []),
     (PLAIN, chat(said("q\U000F0000\U000F0001", "user")), []),  # characters of the marks
