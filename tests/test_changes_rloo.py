@@ -1,7 +1,6 @@
 """Patches of rloo.py: losses are those of a plain loop, samples those of the sampler."""
 import sys
 from functools import partial
-from importlib.util import find_spec
 from itertools import count
 from math import nan
 from types import SimpleNamespace
@@ -10,9 +9,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 from models import parametrize, ready
-from runs import ROOT, TOKENIZER, adapt, load, needs_peft
+from runs import TOKENIZER, adapt, load, needs_peft
 from slow_samples import BETA, LOSSES, add_logps, batch_of, model_with_many_ends
-from test_changes import SLOW, changed, run, watch
+from test_changes import changed, run, watch
 from test_rollout import PROMPTS
 from torch import tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -104,16 +103,6 @@ def test_vllm_samples_from_the_new_weights(engines, model):
     assert before == after and len(set(sum(steps, before))) == 12  # each prompt has a seed of its own
     assert engine.reset_prefix_cache.call_count == 5
     engine.llm_engine.engine_core.shutdown.assert_called_once()
-
-
-@SLOW
-@pytest.mark.skipif(not find_spec("vllm"), reason="needs vllm 0.32")
-def test_real_vllm(monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")  # GB
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    for _ in range(2):  # a second run loads it again
-        history, _ = run("vllm_rollouts", model=f"{ROOT}/demo/model", lr=1e-3, steps=3, max_new_tokens=32)
-        assert gap(history) < 1e-4 and history[3]["kl"] > 1e-3
 
 
 # --- CUDA graphs

@@ -1,8 +1,9 @@
 """tools/look.py: what it tells of a file is what the script then does, and a page has the models' numbers."""
 import json
 import re
+import subprocess
 from pathlib import Path
-from shutil import copy
+from shutil import copy, which
 from tempfile import mkdtemp
 
 import numpy as np
@@ -188,3 +189,18 @@ def test_another_reference_and_unfinished_runs(tmp_path):
         copy(finished.out / name, tmp_path)
     page = page_of(tmp_path, finished.out)
     assert page.count("<svg") == 7 and page.count("━</b>") == 2 and "<article>" not in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not which("chromium"), reason="needs chromium")
+def test_a_browser_shows_all_tokens_without_an_error(tmp_path):
+    file = run("dpo").out / "look.html"
+    values = values_of(page_of(file.parent))
+    program = """<script>const tokens = [...document.querySelectorAll('article i')].filter(i => /nats$/.test(i.title))
+        document.title = [tokens.length, document.documentElement.scrollWidth <= innerWidth]</script>"""
+    page = tmp_path / "page.html"
+    page.write_text(re.sub("<meta http-equiv.*?>", "", file.read_text()) + program)
+    options = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --window-size=390,800 --dump-dom".split()
+    shown = subprocess.run(["chromium", *options, f"--user-data-dir={tmp_path}", page.as_uri()],
+                           capture_output=True, text=True, timeout=120)
+    assert f"<title>{len(values)},true</title>" in shown.stdout and "CONSOLE" not in shown.stderr
