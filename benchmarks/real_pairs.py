@@ -7,10 +7,10 @@
     python benchmarks/real_pairs.py    # only the table
 
 The first pairs that have at most --max_length tokens are trained on, each once, and the next ones, of other
-prompts, are held out. TRL gets the rows in the order of dpo.py's seed. Both sides train all weights with AdamW,
-a constant learning rate and bfloat16 (TRL: autocast), and compute the reference's log-probs before. The models
-are saved in bfloat16, and the functions of dpo.py score them: the accuracy over held-out pairs, and the margin,
-β times the difference of the two log-ratios. ± is the standard error over pairs.
+prompts, are held out. TRL gets the rows in the order of dpo.py's seed. Both sides train all weights with
+AdamW, a constant learning rate and bfloat16 (TRL: autocast), and compute the reference's log-probs before.
+The models are saved in bfloat16, and the functions of dpo.py score them: the accuracy over held-out pairs,
+and the margin, β times the difference of the two log-ratios. ± is the standard error over pairs.
 """
 import json
 import shlex
@@ -31,12 +31,12 @@ class Args:
     run: tuple[Literal["dpo.py", "trl"], int] | None = None  # a side and a seed; None: only prints the table
     model: str = "out/smollm2"  # see demo/get_model.py
     data: str = "out/hh/train.jsonl"  # pairs
-    train_rows: int = 240  # pairs to train on
+    train_rows: int = 160  # pairs to train on
     test_rows: int = 256  # pairs that are held out
     max_length: int = 256  # tokens of prompt + answer; longer rows are left out
     batch_size: int = 8  # pairs per step
     trl_forward: int = 4  # pairs per forward of TRL, which adds up the gradients of a step
-    lr: float = 1e-5
+    lr: float = 2e-5
     beta: float = 0.1
     dtype: str = "bfloat16"
     out: str = "out/real_pairs"  # folder of the rows and the runs

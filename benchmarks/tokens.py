@@ -1,7 +1,7 @@
 """Which token of a wrong sum did a run learn from? Figure 1 of "From r to Q*" in small.
 
-Rafailov et al. 2024, From r to Q*: Your Language Model is Secretly a Q-Function, arXiv:2404.12358: the implicit
-reward of a token, log π − log π_ref after DPO, is low where an answer is wrong.
+Rafailov et al. 2024, From r to Q*: Your Language Model is Secretly a Q-Function, arXiv:2404.12358: after DPO
+the implicit reward of a token, log π − log π_ref, is low where an answer is wrong.
 
     python demo/get_model.py smollm2 out/smollm2    # pip install gguf accelerate
     python demo/sums.py out/sums
@@ -48,7 +48,7 @@ class Args:
 
 
 def divide(nats: list[float], n_before: int, end: int) -> dict[str, float]:
-    """The sum of each part of an answer. Both answers have the first `n_before` tokens; `end` is a place, too."""
+    """The sum of each part of an answer. Both answers begin with the same `n_before` tokens."""
     sums = {"before": sum(nats[:n_before]), "digit": nats[n_before], "end": nats[end]}
     return sums | {"rest": sum(nats) - sum(sums.values())}
 
@@ -78,14 +78,15 @@ def measure(folder: str, run: dict, file: str) -> dict:
         for side, nats in zip(answers, ratios):
             for part, value in divide(nats.tolist(), n_before, ends[side]).items():
                 found[f"{side}_{part}"].append(value)
-        found["accuracy"].append(float(ratios[0].sum() > ratios[1].sum()))
+        found["pair_margin"].append((ratios[0].sum() - ratios[1].sum()).item())
 
         end = ends["right"]
         found["p_end"].append(logps[0][0][end].exp().item())
         found["p_end_before"].append((logps[0][0][end] - ratios[0][end]).exp().item())
         found["digit_is_lowest"].append(float(ratios[1].argmin() == n_before))
         found["even"].append(2 / (len(row.chosen) + len(row.rejected)))
-    return {"pairs": len(found["even"])} | {name: mean(values) for name, values in found.items()}
+    counts = {"pairs": len(found["even"]), "lowest_pair_margin": min(found["pair_margin"])}
+    return counts | {name: mean(values) for name, values in found.items()}
 
 
 def print_table(lines: list[dict]):
