@@ -55,7 +55,8 @@ def divide(nats: list[float], n_before: int, end: int) -> dict[str, float]:
 
 @torch.no_grad()
 def measure(folder: str, run: dict, file: str) -> dict:
-    """Means over the pairs, parts in nats. `even` is the digit's share of a margin that is spread evenly."""
+    """Means over the pairs, parts in nats. `even` is the digit's share of a margin that is spread evenly over all
+    tokens, `even_after` over those behind the common beginning."""
     args = dpo.Args(model=run["model"], dtype=run["dtype"])
     tokenizer = dpo.load_tokenizer(args.model)
     policy = dpo.load_model(f"{folder}/model", "cpu", args)
@@ -84,7 +85,9 @@ def measure(folder: str, run: dict, file: str) -> dict:
         found["p_end"].append(logps[0][0][end].exp().item())
         found["p_end_before"].append((logps[0][0][end] - ratios[0][end]).exp().item())
         found["digit_is_lowest"].append(float(ratios[1].argmin() == n_before))
-        found["even"].append(2 / (len(row.chosen) + len(row.rejected)))
+        n_tokens = len(row.chosen) + len(row.rejected)
+        found["even"].append(2 / n_tokens)
+        found["even_after"].append(2 / (n_tokens - 2 * n_before))
     counts = {"pairs": len(found["even"]), "lowest_pair_margin": min(found["pair_margin"])}
     return counts | {name: mean(values) for name, values in found.items()}
 
