@@ -48,7 +48,7 @@ class Args:
 
 
 def divide(nats: list[float], n_before: int, end: int) -> dict[str, float]:
-    """The sum of each part of an answer. Both answers begin with the same `n_before` tokens."""
+    """The sum of each part of an answer, whose first `n_before` tokens are in the other one, too."""
     sums = {"before": sum(nats[:n_before]), "digit": nats[n_before], "end": nats[end]}
     return sums | {"rest": sum(nats) - sum(sums.values())}
 
