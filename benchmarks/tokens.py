@@ -55,8 +55,8 @@ def divide(nats: list[float], n_before: int, end: int) -> dict[str, float]:
 
 @torch.no_grad()
 def measure(folder: str, run: dict, file: str) -> dict:
-    """Means over the pairs, parts in nats. `even` is the digit's share of a margin that is spread evenly over all
-    tokens, `even_after` over those behind the common beginning."""
+    """Means over the pairs, parts in nats. `even` is the digit's share of a margin that is spread evenly over
+    all tokens, `even_after` over those behind the common beginning."""
     args = dpo.Args(model=run["model"], dtype=run["dtype"])
     tokenizer = dpo.load_tokenizer(args.model)
     policy = dpo.load_model(f"{folder}/model", "cpu", args)
