@@ -15,7 +15,6 @@ and the margin, β times the difference of the two log-ratios. ± is the standar
 import json
 import shlex
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -58,26 +57,11 @@ def write_rows(args: Args):
     write_lines(Path(args.out, "test.jsonl"), others[:args.test_rows])
 
 
-def flags(args: Args, folder: Path, seed: int) -> dpo.Args:
-    return dpo.resolve(dpo.Args(
-        model=args.model, data=f"{args.out}/train.jsonl", out=str(folder), max_length=args.max_length,
-        ref_cache=f"{args.out}/reference_{args.dtype}.pkl", beta=args.beta, batch_size=args.batch_size,
-        lr=args.lr, schedule="constant", warmup=0, seed=seed, dtype=args.dtype, save_every=0))
-
-
-def train_trl(args: Args, folder: Path, seed: int) -> list[float]:
-    """Trains and saves a model as dpo.py does. Returns the seconds of each step."""
+def train_trl(args: Args, folder: Path, seed: int) -> float:
+    """Trains and saves a model as dpo.py does. Returns the seconds per step."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, TrainerCallback
+    from transformers import AutoModelForCausalLM
     from trl import DPOConfig, DPOTrainer
-
-    ticks = []
-
-    class Clock(TrainerCallback):
-        def on_step_begin(self, *_, **__):
-            ticks.append(time.monotonic())
-
-        on_step_end = on_step_begin
 
     rows = [json.loads(line) for line in open(f"{args.out}/train.jsonl")]
     rows = dpo.rows_in_order(rows, len(rows), seed)
@@ -91,20 +75,19 @@ def train_trl(args: Args, folder: Path, seed: int) -> list[float]:
         report_to="none", save_strategy="no")
     trainer = DPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32), args=config,
-        train_dataset=Dataset.from_list(rows), processing_class=dpo.load_tokenizer(args.model),
-        callbacks=[Clock()])
-    trainer.train()
+        train_dataset=Dataset.from_list(rows), processing_class=dpo.load_tokenizer(args.model))
+    found = trainer.train()
 
     write_lines(folder / "metrics.jsonl", trainer.state.log_history)
     dpo.load_tokenizer(args.model).save_pretrained(folder / "model")
     trainer.model.to(getattr(torch, args.dtype)).save_pretrained(folder / "model")
-    return [end - begin for begin, end in zip(ticks[::2], ticks[1::2])]
+    return found.metrics["train_runtime"] / found.global_step
 
 
 @torch.no_grad()
-def score(given: dpo.Args, file: str) -> dict[str, float]:
+def score(given: dpo.Args) -> dict[str, float]:
     """Accuracy and margin of the trained model over the held-out pairs, with their standard errors."""
-    rows = dpo.load_rows(file, dpo.load_tokenizer(given.model), given)
+    rows = dpo.load_rows(given.eval_data, dpo.load_tokenizer(given.model), given)
     groups = dpo.groups_of(rows)
     digest = dpo.checkpoint_digest(given.model)
     reference = dpo.ReferenceCache(name=given.model, reference=digest, dtype=given.dtype)
@@ -131,19 +114,21 @@ def run(args: Args):
     if not Path(args.out, "train.jsonl").exists():
         write_rows(args)
 
-    given = flags(args, folder, seed)
-    began = time.monotonic()
+    given = dpo.resolve(dpo.Args(
+        model=args.model, data=f"{args.out}/train.jsonl", eval_data=f"{args.out}/test.jsonl", out=str(folder),
+        ref_cache=f"{args.out}/reference_{args.dtype}.pkl", max_length=args.max_length, beta=args.beta,
+        batch_size=args.batch_size, lr=args.lr, schedule="constant", warmup=0, seed=seed, dtype=args.dtype,
+        save_every=0))
     if side == "trl":
         seconds = train_trl(args, folder, seed)
     else:
-        seconds = [line["seconds"] for line in dpo.main(given)[1:]]
+        seconds = float(np.mean([line["seconds"] for line in dpo.main(given)[1:]]))
     line = {
         "run": folder.name, "command": shlex.join(["python", *sys.argv]), "commit": commit(),
-        "versions": versions(), "threads": torch.get_num_threads(), "dtype": args.dtype,
-        "train_rows": args.train_rows, "steps": len(seconds), "seconds_per_step": np.mean(seconds),
-        "seconds": time.monotonic() - began}
+        "versions": versions(), "threads": torch.get_num_threads(), "dtype": args.dtype, "lr": args.lr,
+        "train_rows": args.train_rows, "seconds_per_step": seconds}
     with open(args.results, "a") as file:
-        file.write(json.dumps(line | score(given, f"{args.out}/test.jsonl")) + "\n")
+        file.write(json.dumps(line | score(given)) + "\n")
 
 
 def main(args: Args):
