@@ -1,6 +1,6 @@
-"""A table and a picture of what against_trl.py has measured. The picture needs matplotlib.
+"""A table of what against_trl.py has measured.
 
-    python benchmarks/trl_table.py benchmarks/smollm2.json --out docs/smollm2.png
+    python benchmarks/trl_table.py benchmarks/smollm2.json
 """
 import json
 import sys
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-import numpy as np
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from plot import COLOURS, import_pyplot, mean_std, print_table
+from plot import mean_std, print_table
 
 SIDES = {"refcache": "this project", "trl": "TRL"}
 
@@ -20,21 +19,11 @@ SIDES = {"refcache": "this project", "trl": "TRL"}
 @dataclass
 class Args:
     results: tyro.conf.Positional[str]  # a .json of against_trl.py
-    out: str = "curves.png"  # the picture
 
 
 def main(args: Args):
     results = json.loads(Path(args.results).read_text())
     print_comparison(results)
-    draw_comparison(results, args.out)
-
-
-def save(figure, path: str):
-    """A PNG has 64 colours, which is a quarter of the bytes."""
-    figure.savefig(path, dpi=90)
-    if path.endswith(".png"):
-        from PIL import Image  # comes with matplotlib
-        Image.open(path).convert("RGB").quantize(64, Image.Quantize.MAXCOVERAGE).save(path, optimize=True)
 
 
 def runs_of(entry: dict) -> list[list[dict]]:
@@ -85,36 +74,6 @@ def mean_length(runs: list[dict]) -> str:
     """The mean over all samples of all runs, or nothing if there are none."""
     lengths = [length for run in runs for length in run["lengths"] if length]
     return f"{mean(lengths):.1f}" if lengths else ""
-
-
-def draw_comparison(results: dict, path: str):
-    """Held-out reward against seconds of training, mean ± std; and the losses of DPO, both curves."""
-    works = [work for work in results if work.startswith("rloo sums")]
-    if not works or "dpo" not in results:
-        sys.exit("no picture: it needs the works dpo and rloo sums")
-    sums = results[works[0]]
-
-    figure, (left, right) = import_pyplot().subplots(1, 2, figsize=(9, 3.4))
-    for name, colour, runs in zip(SIDES.values(), COLOURS, runs_of(sums)):
-        steps = [step for step, _ in runs[0]["held_out"]]
-        rewards = np.array([[reward for _, reward in run["held_out"]] for run in runs])  # (runs, evaluations)
-        seconds = np.mean([np.cumsum([0, *run["steps"]])[steps] for run in runs], axis=0)
-        middle, spread = rewards.mean(axis=0), rewards.std(axis=0, ddof=min(1, len(runs) - 1))
-        left.fill_between(seconds, middle - spread, middle + spread, color=colour, alpha=0.2, linewidth=0)
-        label = f"{name}, {len(runs)} seeds" if len(runs) > 1 else f"{name}, one seed"
-        left.plot(seconds, middle, color=colour, linewidth=1.8, marker="o", markersize=4, label=label)
-
-    styles = [dict(linewidth=5, alpha=0.4), dict(linewidth=1.4)]  # ours is the broad one below
-    for (side, name), colour, style in zip(SIDES.items(), COLOURS, styles):
-        losses = results["dpo"][side][0]["losses"]
-        right.plot(range(1, len(losses) + 1), losses, color=colour, label=name, **style)
-
-    left.set(title=f"RLOO, {sums['steps']} steps: held-out reward", xlabel="seconds of training", ylim=(0, 1))
-    right.set(title="DPO: loss", xlabel="step")
-    for panel in (left, right):
-        panel.legend()
-    figure.tight_layout()
-    save(figure, path)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,8 @@ def test_benchmark_prints_rows(line, row):
 def test_tables_and_pictures_of_results(tmp_path):
     """Of a model's measurements, and of runs: a metric that is null at a step is left out there."""
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "smollm2.png"
-    table = start("trl_table", ROOT / "benchmarks/smollm2.json", "--out", picture, folder="benchmarks")
-    assert "| reference pass of `dpo` | " in table and picture.exists()
+    table = start("trl_table", ROOT / "benchmarks/smollm2.json", folder="benchmarks")
+    assert "| reference pass of `dpo` | " in table
     table = start("plot", *ROOT.glob("benchmarks/runs/kto_sums-*"), folder="tools")
     assert re.search(r"\| eval_(score|reward) \| 0\.\d+ ± 0\.\d+ \| ", table)
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval_kl": 0.5}\n{"step": 1, "eval_kl": null}\n')
