@@ -90,7 +90,7 @@ def describe(args: Args):
     if not first:
         raise BadInput(f"{script.__name__}.py reads no row of {args.data}: all {'; '.join(notes)}")
 
-    print(f"{script.__name__}.py reads {len(lengths):,} of {len(lines):,} rows of {args.data}")
+    print(f"{script.__name__}.py reads {len(lengths):,} of {len(lines):,} rows of {args.data}, of any length")
     for note, numbers in notes.items():
         print(f"{len(numbers):8,} {note} (first: row {numbers[0]})")
     for percent in (50, 90, 99, 100):
@@ -308,7 +308,7 @@ def write_page(out: Path, curves: dict[str, dict], args: Args):
     run = script.Args(**flags)
     defaults = json.loads(json.dumps(vars(script.Args())))  # tuples become lists
     changed = [(name, value) for name, value in flags.items() if value != defaults[name]]
-    tables = table(plot.held_out_table(curves)) + table([("flag", "value"), *changed])
+    tables = table(plot.held_out_table({out.name: plot.read_run(str(out))})) + table([("flag", "value"), *changed])
     parts = [COLUMNS.format(tables), show_curves(curves)]
 
     tokenizer = script.load_tokenizer(run.model)
@@ -393,7 +393,7 @@ def show_rows(title: str, rows: list[Row], tokenizer, scale: float, n_rows: int)
             break
         articles.append(article)
 
-    note = (f"{len(articles):,} of {len(rows):,} rows (--rows; 20 MB), wrong ones first. Blue tokens rose, "
+    note = (f"{len(articles):,} of {len(rows):,} rows (--rows; at most 20 MB), wrong ones first. Blue tokens rose, "
             f"orange ones fell; full colour: {scale:g} nats. Point at a token for log π − log π_ref.")
     return SECTION.format(title, note) + Markup("\n").join(articles)
 

@@ -149,7 +149,7 @@ def note_repetitions(rows: list[tuple[int, dict]], notes: dict):
         if key not in seen:
             seen[key] = verdict
         elif seen[key] == verdict:
-            notes["repeat the prompt and the answers of an earlier row"].add(number)
+            notes["repeat the prompt and the answers of an earlier row, and are kept"].add(number)
         else:
             notes["contradict an earlier row: the same answers, judged the other way round"].add(number)
 
