@@ -1,13 +1,12 @@
-# ruff: noqa: E402
-"""Shows what a script reads of a file, and which tokens a run has made more or less likely.
+"""Shows what a script reads from a file, and which tokens a run has made more or less likely.
 
     python tools/look.py --model Qwen/Qwen3-0.6B --data pairs/train.jsonl  # before training: prints
     python tools/look.py out/dpo out/kto  # after: writes OUT/look.html for each, with the curves of both
 
-Before: dpo.py, kto.py or rloo.py reads the file, as its columns tell. Printed are the first row, the lengths,
-and how many rows are dropped, lose text or stop the script. After: the page shows log π − log π_ref of each
-token of held-out answers. π is OUT/model. log π_ref is read from the run's cache, or computed where it is not
-there, after π is freed. Pages need matplotlib.
+Before: the columns of the file decide whether dpo.py, kto.py or rloo.py reads it. Printed are the first row,
+the lengths, and how many rows are dropped, lose text or stop the script. After: the page shows log π −
+log π_ref, at temperature 1, of each token of held-out answers. π is OUT/model. log π_ref is read from the
+run's cache, or computed where it is not there, after π is freed. Pages need matplotlib.
 """
 import json
 import re
@@ -72,10 +71,10 @@ def describe(args: Args):
     tokenizer = script.load_tokenizer(args.model)
     stops = stop_texts(script.base_of(args.model), tokenizer)
     flags = script.resolve(script.Args(model=args.model, data=args.data, steps=0, max_length=sys.maxsize))
-    limits = {1024, 2048, 4096, 8192, 16384, flags.max_length}  # the last one is the model's
+    limits = {1024, 2048, 4096, 8192, 16384, flags.max_length}  # the last one is what the model allows
     flags = replace(flags, max_length=sys.maxsize)
 
-    notes = defaultdict(list)  # note -> numbers of the rows that it is true of
+    notes = defaultdict(list)  # note -> numbers of its rows
     first, lengths = None, []  # (number, prompt, answers) of the first row; tokens of each row
     examples = progress_bar(read_rows(script, lines, tokenizer, flags), total=len(lines), desc="read")
     for number, example in enumerate(examples, start=1):
@@ -155,7 +154,7 @@ def render(script, columns: dict, tokenizer) -> list[str]:
 
 
 def notes_on(script, tokenizer, stops: tuple[str, ...], prompt, answers, columns: dict, whole_prompt):
-    """Yields what is told of a row that the script keeps."""
+    """Yields the notes on a row that the script keeps."""
     if isinstance(columns["prompt"], list):
         for name in lost_columns(script, columns, tokenizer):
             yield f"have {name} that the template does not write"
@@ -229,7 +228,8 @@ class Row(NamedTuple):
     def margin(self) -> float:
         """Below 0 the answers are ranked wrong, or the reward fell."""
         if self.rewards:
-            return (self.rewards["after"] or 0) - (self.rewards["before"] or 0)
+            before, after = self.rewards["before"], self.rewards["after"]
+            return 0.0 if None in (before, after) else after - before
         signs = {"chosen": 1, "desirable": 1, "rejected": -1, "undesirable": -1}
         return sum(signs[name] * ratios.sum() for name, ratios in self.ratios.items())
 
@@ -260,8 +260,7 @@ def load_samples(run, out: Path, tokenizer) -> list[Row]:
             if sample["prompt"] != row.columns["prompt"]:
                 raise BadInput(f"{run.eval_data} has other prompts than {out}/samples.jsonl")
             ids = tokenizer(sample["completion"], add_special_tokens=False).input_ids
-            is_cut = len(ids) >= run.max_new_tokens
-            answers[name] = tuple(ids if is_cut else [*ids, tokenizer.eos_token_id])
+            answers[name] = tuple([*ids, tokenizer.eos_token_id] if sample["ended"] or not ids else ids)
             rewards[name] = sample["reward"] and round(sample["reward"], 3)  # None: left out
         rows.append(Row(row.prompt, answers, rewards))
     return rows
@@ -308,7 +307,8 @@ def write_page(out: Path, curves: dict[str, dict], args: Args):
     run = script.Args(**flags)
     defaults = json.loads(json.dumps(vars(script.Args())))  # tuples become lists
     changed = [(name, value) for name, value in flags.items() if value != defaults[name]]
-    tables = table(plot.held_out_table({out.name: plot.read_run(str(out))})) + table([("flag", "value"), *changed])
+    held_out = plot.held_out_table({out.name: plot.read_run(str(out))})
+    tables = table(held_out) + table([("flag", "value"), *changed])
     parts = [COLUMNS.format(tables), show_curves(curves)]
 
     tokenizer = script.load_tokenizer(run.model)
@@ -393,7 +393,7 @@ def show_rows(title: str, rows: list[Row], tokenizer, scale: float, n_rows: int)
             break
         articles.append(article)
 
-    note = (f"{len(articles):,} of {len(rows):,} rows (--rows; at most 20 MB), wrong ones first. Blue tokens rose, "
+    note = (f"{len(articles):,} of {len(rows):,} rows (--rows; < 20 MB), wrong ones first. Blue tokens rose, "
             f"orange ones fell; full colour: {scale:g} nats. Point at a token for log π − log π_ref.")
     return SECTION.format(title, note) + Markup("\n").join(articles)
 
