@@ -50,11 +50,10 @@ EIGHT = [(12, 4, 55), (60,), (12, 33, 71, 80, 6, 19), (44, 2), (12, 4), (7, 7, 7
 SAMPLES = {k: [(P, EIGHT[:k]), (P + Q + P, EIGHT[-k:]), (R, EIGHT[:k])] for k in (1, 2, 8)}  # k completions per prompt
 
 
-parametrize = pytest.mark.parametrize
+cases = pytest.mark.parametrize
 
 
 def bad_input(words):
-    """The block must raise a BadInput with these words."""
     return pytest.raises(BadInput, match=words)
 
 
@@ -70,7 +69,6 @@ def make(name, seed=0, attention=None, **changes):
 
 
 def ready(name):
-    """One of MODELS, whose attention is chosen."""
     model = make(name)
     enable_shared_prompts(model)
     return model
@@ -112,7 +110,7 @@ def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def values_and_gradients(function, model, groups, **options):
+def with_gradients(function, model, groups, **options):
     model.zero_grad()
     logps = flat(function(model, groups, **options))
     (logps * torch.linspace(-1, 1, len(logps), device=logps.device)).sum().backward()  # every token has another weight

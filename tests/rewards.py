@@ -6,7 +6,6 @@ def letter_sum(text):
 
 
 def letters(completions, **columns):
-    """Any two samples get different rewards."""
     return [letter_sum(completion[0]["content"]) for completion in completions]
 
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import SMALL, build, parametrize
+from models import SMALL, build, cases
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,8 +34,8 @@ SCRIPTS = {"dpo": dpo, "kto": kto, "rloo": rloo}
 FILES = {"dpo": "pairs", "kto": "feedback", "rloo": "prompts"}
 LORA = dict(lora_r=4, lora_alpha=32.0, lr=2e-2)  # a few steps change the model visibly
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-BOTH = parametrize("script", ["dpo", "kto"])
-EACH = parametrize("script", SCRIPTS)
+BOTH = cases("script", ["dpo", "kto"])
+EACH = cases("script", SCRIPTS)
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}" \
         "{% if add_generation_prompt %}<assistant>{% endif %}"  # a chat template
 
@@ -50,7 +50,6 @@ def save(model, name):
 
 @cache
 def tiny(seed=0):
-    """The folder of a tiny model for the demo's tokens."""
     return save(build("llama", TINY, seed), f"tiny{seed}")
 
 
@@ -81,7 +80,6 @@ def without_speed(history):
 
 
 def finished(args, history):
-    """What is compared of a run, with weights in float32."""
     weights = {}
     for file in Path(args.out, "model").glob("*.safetensors"):
         weights |= {name: weight.float() for name, weight in load_file(file).items()}
@@ -90,7 +88,6 @@ def finished(args, history):
 
 
 def run(script="dpo", **changes):
-    """The history, the folder and the saved weights of a run."""
     return run_once(script, tuple(sorted(changes.items())))
 
 
@@ -148,7 +145,6 @@ def read(path):
 
 
 def said(text, role="assistant", **keys):
-    """A list of one message."""
     return [dict(role=role, content=text, **keys)]
 
 
@@ -176,7 +172,7 @@ def adapt(name, base=None, seed=0, **config):
     import peft
     model = AutoModelForCausalLM.from_pretrained(base or tiny())
     torch.manual_seed(seed)
-    config = dict(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"]) | config
+    config = dict(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"], lora_dropout=0.5) | config
     model = peft.get_peft_model(model, peft.LoraConfig(**config))
     with torch.no_grad():
         for key, p in model.named_parameters():

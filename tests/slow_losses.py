@@ -33,7 +33,6 @@ LOSSES = {  # of the rewards β ρ of w and l
 
 
 def all_losses(w, l, ref_w, ref_l, *_):
-    """Each with another weight."""
     reward_w, reward_l = 0.3 * ratio(w, ref_w), 0.3 * ratio(l, ref_l)
     return sum((n + 1) * loss(reward_w, reward_l) for n, loss in enumerate(LOSSES.values()))
 
@@ -45,7 +44,6 @@ def masked(w, l, ref_w, ref_l, row):
 
 
 def of_pairs(formula, reference):
-    """The mean over pairs."""
     def slow_loss(policy, rows, *_):
         total = 0
         for row in rows:

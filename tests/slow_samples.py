@@ -13,7 +13,7 @@ BETA = 0.3
 
 
 @cache
-def model_with_many_ends():
+def many_ends():
     """Its samples have different lengths."""
     model = build("llama", TINY)
     model.generation_config.eos_token_id = list(range(0, len(TOKENIZER), 5))

@@ -8,7 +8,7 @@ import sys
 from unittest import mock
 
 import pytest
-from models import parametrize
+from models import cases
 from runs import ROOT
 
 
@@ -18,7 +18,7 @@ def start(name, *flags, folder="benchmarks"):
 
 
 @pytest.mark.slow
-@parametrize("line, row", [
+@cases("line, row", [
     (f"against_trl --tiny --works dpo rloo --baseline {ROOT}", "| rloo 16+4, k=2 | baseline | "),
     ("against_trl --tiny --works reference", "| reference | trl + cache | "),
     ("gpu speed --tiny", "tiny, rloo.py, k=8 | prompt 40,")])
@@ -49,7 +49,7 @@ FILES = sorted(path for folder in ("demo", "tools", "benchmarks") for path in RO
 PROGRAMS = [path for path in FILES if "__main__" in path.read_text()]
 
 
-@parametrize("path", PROGRAMS, ids=lambda path: path.name)
+@cases("path", PROGRAMS, ids=lambda path: path.name)
 def test_help_is_printed_and_nothing_else_is_done(path, tmp_path, monkeypatch, capsys):
     text = path.read_text()
     if "\nfrom trl" in text:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
-from models import GROUPS, build, gradient, logps, parametrize, slow, slow_but, values_and_gradients
+from models import GROUPS, build, gradient, logps, cases, slow, slow_but, with_gradients
 from runs import FOLDER, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, load, run_until, said, save, tiny, without_speed
 from slow_losses import LOSSES, all_losses, dpo_loss, masked, of_pairs, orpo
 from torch import tensor
@@ -60,7 +60,7 @@ def module_of(text, name, script):
 
 # --- The patches as files
 
-@parametrize("name", slow_but(MACHINERY, PATCHES))
+@cases("name", slow_but(MACHINERY, PATCHES))
 @needs_patch
 def test_patch_applies_and_others_stack_on_it(name, tmp_path):
     """Without an offset in its own script. The linter finds no unused or missing name."""
@@ -132,8 +132,8 @@ def test_compiled_model_has_the_same_log_probs_and_gradients(monkeypatch):
     compiled = load(script=changed("compile"), trains=True, gradient_checkpointing=True)
     names = {type(part).__name__ for part in compiled.modules() if part._compiled_call_impl}
     assert names == {"LlamaMLP", "LlamaRMSNorm"}
-    expected = values_and_gradients(slow, load(trains=True), GROUPS)
-    found = values_and_gradients(logprobs.completion_logprobs, compiled, GROUPS)
+    expected = with_gradients(slow, load(trains=True), GROUPS)
+    found = with_gradients(logprobs.completion_logprobs, compiled, GROUPS)
     assert all(map(partial(torch.allclose, atol=1e-4, rtol=1e-4), found, expected))
 
 
@@ -163,7 +163,7 @@ CONVERSATIONS = write_rows("conversations", [dict(prompt="a", chosen=" b c", rej
     for n, speaker in [(0, "user"), (1, "tool"), (1, "user")] * 2])
 
 
-@parametrize("name, formula, flags", [
+@cases("name, formula, flags", [
     ("losses", orpo, dict(loss=("orpo",))),
     ("losses", all_losses, dict(loss=tuple(LOSSES), loss_weights=(1, 2, 3, 4, 5, 6, 7, 8), label_smoothing=0.1)),
     ("multi_turn", masked, dict(loss=("sigmoid_norm",), data=CONVERSATIONS, eval_data=None))])
@@ -219,7 +219,7 @@ def test_humanline_clamps_log_ratios(monkeypatch):
 MOVING = dict(sync_reference=2, sync_mix=0.6)
 
 
-@parametrize("name, script, flags", [
+@cases("name, script, flags", [
     ("tr_dpo", "kto", MOVING), ("tr_dpo", "dpo", MOVING | dict(dtype="bfloat16")), ("humanline", "dpo", {})])
 def test_reference_moves_and_runs_resume_bitwise(name, script, flags):
     whole, args = run(name, script, save_every=2, **flags)

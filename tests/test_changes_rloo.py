@@ -8,9 +8,9 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from models import parametrize, ready
+from models import cases, ready
 from runs import TOKENIZER, adapt, load, needs_peft
-from slow_samples import BETA, LOSSES, add_logps, batch_of, model_with_many_ends
+from slow_samples import BETA, LOSSES, add_logps, batch_of, many_ends
 from test_changes import changed, run, watch
 from test_rollout import PROMPTS
 from torch import tensor
@@ -22,9 +22,9 @@ import rloo
 SCORES = tensor([[1.0, 0.0, 0.4], [2.0, nan, 1.0], [nan, 1.0, nan], [0.1, 0.1, 0.1]])
 
 
-@parametrize("name, slow_loss, flags", LOSSES)
+@cases("name, slow_loss, flags", LOSSES)
 def test_loss_of_samples(monkeypatch, name, slow_loss, flags):
-    module, reference, batch = changed(name), load(model_with_many_ends()), []
+    module, reference, batch = changed(name), load(many_ends()), []
 
     def rollout(policy, *inputs, step, original=module.rollout, **options):
         samples = original(policy, *inputs, step=step, **options)
@@ -42,7 +42,7 @@ def test_loss_of_samples(monkeypatch, name, slow_loss, flags):
     monkeypatch.setattr(module, "compute_rewards", lambda *_: (SCORES, {}))
     norms = watch(monkeypatch, name, loss_now, "run_pairs" if "online_dpo" in name else "run_batch")
     history, _ = run(
-        name, model=model_with_many_ends(), k=3, batch_size=4, max_new_tokens=6, updates_per_rollout=2,
+        name, model=many_ends(), k=3, batch_size=4, max_new_tokens=6, updates_per_rollout=2,
         eval_data=None, beta=BETA, steps=2, tokens_per_forward=40, **flags)
     assert len(norms) == 4 and max(norms) > 1e-3
     if "online_dpo" not in name and flags.get("loss_type") != "gspo":
@@ -91,8 +91,8 @@ def gap(history):
     return max(line["sampling/sampling_logp_difference/max"] for line in history[1:])
 
 
-@parametrize("model", [
-    model_with_many_ends,
+@cases("model", [
+    many_ends,
     pytest.param(partial(adapt, "a whole head", modules_to_save=["lm_head"]), marks=needs_peft)])
 def test_vllm_samples_from_the_new_weights(engines, model):
     """The learning rate is high: samples of older weights would have other log-probs."""
@@ -113,7 +113,7 @@ def record(step):
     return lambda: graph() if next(replays) else None
 
 
-@parametrize("name, k, is_copied, stride", [
+@cases("name, k, is_copied, stride", [
     ("llama", 4, False, 1), ("llama", 4, False, 12), ("llama", 8, True, 12), ("llama", 8, False, 5),
     ("gpt2", 8, True, 12), ("glm4-moe-buffer", 8, False, 12), ("mamba", 4, False, 1)])  # it has no mask
 def test_graphs_draw_the_same_samples(monkeypatch, name, k, is_copied, stride):

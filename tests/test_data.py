@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from models import bad_input, parametrize
+from models import bad_input, cases
 from runs import BOTH, PLAIN, SCRIPTS, TOKENIZER, arguments, byte_level, said
 
 import dpo
@@ -51,7 +51,7 @@ def load(tmp_path):
 
 # --- The text that a model reads
 
-@parametrize("tokenizer, row, texts", [
+@cases("tokenizer, row, texts", [
     (BYTES, TEXT, "The tea| was warm.</s>| was bad.</s>"),
     (BEGINS, text("q|a|b"), "<s><en>q|a</s>|b</s>"),
     (BEGINS, text("<s><en>q|a</s>|b"), "<s><en>q|a</s>|b</s>"),  # what is there is not added again
@@ -79,7 +79,7 @@ def test_a_begun_answer_is_continued_by_rloo(load):
     assert BYTES.decode(row.prompt) == "<user>q<assistant>The tea is"
 
 
-@parametrize("ends", [("s warm.", "s bad."), ("s warm.", ", bad."), (", warm.", "s bad."), (" warm.", " bad.")])
+@cases("ends", [("s warm.", "s bad."), ("s warm.", ", bad."), (", warm.", "s bad."), (" warm.", " bad.")])
 def test_a_token_across_the_boundary_belongs_to_both_answers(load, ends):
     """Also if it spans the prompt's end in one of them. In kto.py each answer has a prompt of its own."""
     row, = load([text("The tea wa|" + "|".join(ends))], TOKENIZER)
@@ -108,7 +108,7 @@ def test_labels_scores_and_columns_of_rloo(load):
 
 # --- Rows that are dropped, or raise
 
-@parametrize("script, bad", [
+@cases("script, bad", [
     ("dpo", "q|b</s>|b"), ("dpo", "|a|b"), ("dpo", "q|| b"), ("dpo", "q|a|</s>"), ("dpo", "q| \n|b"),
     ("kto", "|a|b"), ("kto", "q|</s>|b"), ("rloo", "|a|b")])
 def test_equal_and_empty_rows_are_dropped_and_counted(load, capsys, script, bad):
@@ -118,7 +118,7 @@ def test_equal_and_empty_rows_are_dropped_and_counted(load, capsys, script, bad)
         load([text(bad)], script=SCRIPTS[script])
 
 
-@parametrize("script, n_tokens", [("dpo", 18), ("kto", 18), ("rloo", 7)])  # "The tea was warm.</s>"
+@cases("script, n_tokens", [("dpo", 18), ("kto", 18), ("rloo", 7)])  # "The tea was warm.</s>"
 def test_long_rows_are_dropped(load, script, n_tokens):
     module = SCRIPTS[script]
     assert len(load([TEXT, TEXT | dict(prompt="The tea!"), TEXT], script=module, max_length=n_tokens)) == 2
@@ -126,18 +126,18 @@ def test_long_rows_are_dropped(load, script, n_tokens):
     assert args.max_length == (250 if script == "rloo" else 256)
 
 
-@parametrize("answer", ["chosen", "rejected"])
+@cases("answer", ["chosen", "rejected"])
 def test_one_answer_that_is_too_long_drops_the_pair(load, answer):
     rows = [dict(prompt="q", chosen="a", rejected="b") | {answer: "c" * n} for n in (8, 9)]  # 10 and 11 tokens
     assert len(load(rows, max_length=10)) == 1
 
 
 @BOTH
-@parametrize("bad, error, words", [
+@cases("bad, error, words", [
     ("{no JSON", ValueError, "Expecting"), (dict(note=1), KeyError, "prompt"),
     (chat(BRIEF), Exception, "no system"), (chat(said("n", "user")), ValueError, "changes a prompt")])
 def test_row_that_raises_is_named(load, script, bad, error, words):
     """Prompts that a template writes otherwise where an answer follows would be trained."""
     with pytest.raises(error, match=words) as raised:
-        load([chat(), "", chat(), bad], byte_level(STRICT + COUNTS + PLAIN), SCRIPTS[script])
-    assert raised.value.__notes__[0].endswith("rows.jsonl, row 3")
+        load([chat(), "", *[chat()] * 999, bad], byte_level(STRICT + COUNTS + PLAIN), SCRIPTS[script])
+    assert raised.value.__notes__[0].endswith("rows.jsonl, row 1001")

@@ -1,9 +1,9 @@
 """kto.py: a loss and metrics by hand, and y'. Training against a slow loop: test_references.py."""
 import torch
-from models import parametrize
+from models import bad_input, cases
 from torch import sigmoid, tensor
 
-from kto import Args, Batch, Row, draw_others, feedback_loss, metrics
+from kto import Args, Batch, Row, check_balance, draw_others, feedback_loss, metrics
 
 
 def make_row(prompt, completion, is_desirable=True, other=()):
@@ -31,7 +31,16 @@ def test_metrics_by_hand():
         "logps/chosen": [-9.0], "logps/rejected": [-8.0, -7.0]}
 
 
-@parametrize("n_prompts", [2, 3, 40])
+def test_labels_are_balanced_by_hand(capsys):
+    rows = [make_row((1,), (2,), n < 3) for n in range(4)]
+    check_balance(rows, Args())
+    assert "--undesirable_weight 2.6 " in capsys.readouterr().out  # 3 / 1.17
+    for part in (rows[:3], rows[3:]):
+        with bad_input("all rows have the same label"):
+            check_balance(part, Args())
+
+
+@cases("n_prompts", [2, 3, 40])
 def test_others_answer_other_prompts(n_prompts):
     rows = [make_row((i,), (i, 99))._replace(whole_prompt=(i % n_prompts,)) for i in range(40)]
     drawn = draw_others(rows, rows, Args())

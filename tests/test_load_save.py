@@ -4,7 +4,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import torch
-from models import ROUNDING, SMALL, bad_input, build, parametrize
+from models import ROUNDING, SMALL, bad_input, build, cases
 from runs import BOTH, EACH, SCRIPTS, TINY, TOKENIZER, arguments, load, needs_peft, run, save, tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +25,7 @@ def test_weights_that_train_are_not_rounded(script):
 
 
 @torch.no_grad()
-@parametrize("dtype", ["float32", "bfloat16"])
+@cases("dtype", ["float32", "bfloat16"])
 def test_saved_model_is_the_one_that_was_evaluated(dtype, tmp_path):
     """It routes tokens to experts by weights that stay float32."""
     policy = load(save(build(*ROUNDING["ernie-moe-float32-router"]), "router"), trains=True, dtype=dtype)
@@ -35,7 +35,7 @@ def test_saved_model_is_the_one_that_was_evaluated(dtype, tmp_path):
     assert policy(ids).logits.equal(model(ids).logits) and model.dtype == getattr(torch, dtype)
 
 
-@parametrize("stops, saved", [(None, [3]), ([7, 8], [7, 8, 3]), (3, 3)])
+@cases("stops, saved", [(None, [3]), ([7, 8], [7, 8, 3]), (3, 3)])
 @BOTH
 def test_saved_model_stops_where_answers_end(script, stops, saved):
     model = build("llama", TINY)
@@ -48,7 +48,6 @@ def test_saved_model_stops_where_answers_end(script, stops, saved):
 @needs_peft
 @BOTH
 def test_tokenizer_of_an_adapter_ends_where_answers_end(script):
-    """The adapter has no generation config. The base ends at another token."""
     folder = save(build("llama", TINY | dict(eos_token_id=1)), "another end")
     tokenizer = AutoTokenizer.from_pretrained(folder, eos_token="<|user|>")
     tokenizer.save_pretrained(folder)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import (
-    GROUPS, MODELS, ON_CUDA, PADDED, SAMPLES, SMALL, bad_input, build, make, parametrize, ready, slow,
-    values_and_gradients)
+    GROUPS, MODELS, ON_CUDA, PADDED, SAMPLES, SMALL, bad_input, build, make, cases, ready, slow,
+    with_gradients)
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,25 +24,25 @@ def assert_close(one, two):
 
 def assert_exact(model, **options):
     enable_shared_prompts(model)  # which chooses the attention of Gemma-2
-    truth = values_and_gradients(slow, model, GROUPS, **options)
-    assert_close(values_and_gradients(completion_logprobs, model, GROUPS, **options), truth)
+    truth = with_gradients(slow, model, GROUPS, **options)
+    assert_close(with_gradients(completion_logprobs, model, GROUPS, **options), truth)
 
 
-@parametrize("name", MODELS)
+@cases("name", MODELS)
 def test_shared_rows_equal_one_forward_per_sequence(name):
     model = ready(name)
-    truth = values_and_gradients(slow, make(name, attention="eager"), GROUPS)
-    assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth)
+    truth = with_gradients(slow, make(name, attention="eager"), GROUPS)
+    assert_close(with_gradients(completion_logprobs, model, GROUPS), truth)
     assert has_shared_prompts(model) == (name not in PADDED)
 
 
-@parametrize("name", ["phi-head-bias", "gemma3-softcap", "bert-layers-before-the-head"])
+@cases("name", ["phi-head-bias", "gemma3-softcap", "bert-layers-before-the-head"])
 def test_size_of_the_head_chunks_changes_memory_only(name, monkeypatch):
     monkeypatch.setattr(logprobs, "HEAD_BYTES", 5 * 97 * 4)  # five completion tokens
     assert_exact(make(name), temperature=0.6)  # which divides the logits
 
 
-@parametrize("name, place", [("gemma2-softcaps", "target_modules"), ("llama", "modules_to_save")])
+@cases("name, place", [("gemma2-softcaps", "target_modules"), ("llama", "modules_to_save")])
 def test_adapters_of_the_head_are_exact(name, place):
     peft = pytest.importorskip("peft")
     config = dict(task_type="CAUSAL_LM", r=4, target_modules=["v_proj"]) | {place: ["lm_head"]}
@@ -51,7 +51,7 @@ def test_adapters_of_the_head_are_exact(name, place):
     assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.requires_grad)
 
 
-@parametrize("at_once, rows", [(28, [28]), (27, [27, 1])])
+@cases("at_once, rows", [(28, [28]), (27, [27, 1])])
 def test_logits_of_chunks_are_computed_again(at_once, rows, monkeypatch):
     model, seen, saved = ready("llama"), [], set()
     model.lm_head.register_forward_hook(lambda _, args, out: seen.append(args[0].numel() // 32))
@@ -61,7 +61,7 @@ def test_logits_of_chunks_are_computed_again(at_once, rows, monkeypatch):
     assert seen == rows and ((97,) in saved) == (rows == [28])
 
 
-@parametrize("lengths, budget, is_padded, shares", [
+@cases("lengths, budget, is_padded, shares", [
     ([3, 9, 4, 7, 2], 10, False, [[[1], [3], [2, 0, 4]]]), ([20, 9], 10, False, [[[0]], [[1]], [[]]]),
     ([8, 8, 2, 2], 32, False, [[[0]], [[1, 2, 3]]]), ([8, 8, 2, 2], 32, True, [[[0, 1]], [[2, 3]]])])
 def test_division_by_hand(lengths, budget, is_padded, shares, monkeypatch):
@@ -99,17 +99,17 @@ class Kernel:
         return torch.cat(outputs).to(query.dtype)
 
 
-@parametrize("name, k", [*product(ON_CUDA, [2]), ("mistral-window-5", 1), ("llama", 8)])
+@cases("name, k", [*product(ON_CUDA, [2]), ("mistral-window-5", 1), ("llama", 8)])
 def test_kernel_path_equals_one_forward_per_sequence(name, k, monkeypatch):
     kernel = Kernel(monkeypatch)
     model = ready(name)
     kernel.calls = 0
-    found = values_and_gradients(completion_logprobs, model, SAMPLES[k])
-    assert_close(found, values_and_gradients(slow, make(name), SAMPLES[k]))
+    found = with_gradients(completion_logprobs, model, SAMPLES[k])
+    assert_close(found, with_gradients(slow, make(name), SAMPLES[k]))
     assert kernel.calls == model.config.num_hidden_layers
 
 
-@parametrize("dtype, extra", [(torch.float32, -1), (torch.float32, 1), (torch.bfloat16, 3)])
+@cases("dtype, extra", [(torch.float32, -1), (torch.float32, 1), (torch.bfloat16, 3)])
 def test_kernel_with_a_wrong_window_is_not_trusted(dtype, extra, monkeypatch):
     Kernel(monkeypatch, dtype, extra)
     model = make("mistral-window-5").to(dtype)
@@ -131,7 +131,7 @@ def without_window(shared, *args, sliding_window=None, **kwargs):
     return shared(*args, **kwargs)
 
 
-@parametrize("attention", [slightly_off, without_spans_in_a_layer, without_window])
+@cases("attention", [slightly_off, without_spans_in_a_layer, without_window])
 def test_wrong_attention_gets_padded_rows(attention, monkeypatch):
     """The window is longer than the rows of the test."""
     attention_with_fault = partial(attention, ALL_ATTENTION_FUNCTIONS[SHARED])
@@ -156,7 +156,7 @@ LINEAR = DYNAMIC | dict(rope_type="linear")
 LONGROPE = DYNAMIC | dict(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4)
 
 
-@parametrize("model_type, config, length", [
+@cases("model_type, config, length", [
     ("llama", dict(SMALL, rope_parameters=DYNAMIC), 64), ("llama", dict(SMALL, rope_parameters=LINEAR), 256),
     ("gemma3_text", dict(SMALL, rope_parameters=dict(full_attention=LONGROPE, sliding_attention=LINEAR)), 64),
     ("deepseek_v32", dict(index_topk=70), 70), ("mamba", {}, float("inf"))])

@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 
 import numpy as np
 import pytest
-from models import parametrize
+from models import cases
 from runs import (
     CALL, CALLING, EACH, PAIR, PLAIN, RATED, ROOT, SCRIPTS, TOOLS, A, Q, adapt, byte_level, chat, load,
     needs_peft, run, said, tiny)
@@ -68,7 +68,7 @@ def describe(tmp_path, capsys):
 
 # --- Before
 
-@parametrize("template, row, expected", [
+@cases("template, row, expected", [
     (PLAIN, chat(tools=TOOLS), ["have tools that the template does not write"]),
     (PLAIN, chat(tools=[dict(parameters=dict(role="captain"))]), ["have tools that the template does not write"]),
     (PLAIN, chat(CALLING), [TEXT]),  # calls of an earlier turn
@@ -89,7 +89,7 @@ def test_what_is_told_of_a_row_is_what_the_script_does(describe, template, row, 
     assert told == [("2", words, "2") for words in expected]
 
 
-@parametrize("good, bad", [
+@cases("good, bad", [
     (RATED, RATED | dict(completion="  ")), (RATED, RATED | dict(label="true")), (dict(prompt=Q), dict(prompt="")),
     (dict(prompt=Q, tools=None), dict(prompt=Q, tools=TOOLS)), (dict(prompt=Q), dict(prompt=BEGUN))])
 def test_rows_of_other_scripts_are_counted_as_they_do(describe, good, bad):
@@ -123,13 +123,11 @@ def test_an_adapter_reads_as_its_base_does(describe):
 # --- After
 
 def page_of(*runs, **flags):
-    """The page of the first of these runs."""
     look.main(look.Args(runs=tuple(map(str, runs)), **flags))
     return (Path(runs[0]) / "look.html").read_text()
 
 
 def values_of(page):
-    """The values of the tokens of all answers."""
     return [float(nats) for nats in re.findall("title='(.*?) nats'", page[page.index("<article>"):])]
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import GROUPS, bad_input, equal, parametrize
+from models import GROUPS, bad_input, equal, cases
 from runs import TOKENIZER, adapt, arguments, load, save, tiny
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -13,7 +13,7 @@ from logprobs import completion_logprobs, full_tensor
 from refcache import Swap
 
 peft = pytest.importorskip("peft")
-KINDS = parametrize("config", [
+KINDS = cases("config", [
     {}, dict(modules_to_save=["lm_head"]), dict(bias="all"), dict(use_dora=True),
     dict(trainable_token_indices={"embed_tokens": [9, 12]})], ids=str)
 
@@ -41,13 +41,13 @@ def test_sft_adapter_trains_and_is_saved(config, tmp_path):
     torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], 3e-2).step()
     assert difference(policy, truth) > 1e-2
     with swap:
-        assert difference(policy, truth) < 1e-5, "the reference is the adapter as it began"
+        assert difference(policy, truth) < 1e-5
     dpo.save_model(policy, TOKENIZER, tmp_path, dpo.Args(model=folder, dtype="float32"))
     for load_saved in (with_peft, load):
         assert difference(load_saved(tmp_path / "model"), policy) < 1e-5
 
 
-@parametrize("checkpointing", [False, True])
+@cases("checkpointing", [False, True])
 def test_gradient_checkpointing_computes_a_layer_twice(checkpointing):
     policy, forwards = load(trains=True, gradient_checkpointing=checkpointing), []
     policy.model.layers[0].self_attn.register_forward_hook(lambda *_: forwards.append(1))
@@ -68,6 +68,13 @@ def test_float32_adapter_on_a_bfloat16_base_is_exact(config):
         assert equal({name: full_tensor(tensor) for name, tensor in loaded.items()}, saved)
 
 
+def test_flags_choose_the_new_adapter():
+    for alpha, scale in ((3.0, 3), (None, 8)):
+        policy = load(trains=True, lora_r=4, lora_alpha=alpha, lora_target=("q_proj",))
+        config = policy.peft_config["default"]
+        assert (config.lora_alpha, config.r, config.target_modules) == (scale, 4, {"q_proj"})
+
+
 def test_adapter_whose_weights_do_not_fit_is_refused():
     folder = adapt("misfit")
     path = f"{folder}/adapter_model.safetensors"
@@ -78,6 +85,7 @@ def test_adapter_whose_weights_do_not_fit_is_refused():
 
 
 def test_adapter_as_model_gets_no_second_one():
-    assert dpo.resolve(arguments(model=adapt("sft"), lr=None)).lr == 1e-5
+    for flags in (dict(model=adapt("sft")), dict(lora_r=4)):
+        assert dpo.resolve(arguments(lr=None, **flags)).lr == 1e-5
     with bad_input("--lora_r makes a new adapter, but --model is one"):
         dpo.resolve(arguments(model=adapt("sft"), lora_r=4))

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from models import parametrize
+from models import cases
 from runs import CALL, CALLING, PAIR, RATED, TOOLS, A, B, Q, chat, read, said
 
 from tools import prepare
@@ -96,7 +96,7 @@ USED = said("", tool_calls=[dict(type="function", function=CALL[0])]) + said("ra
 ALPACA = dict(instruction="q", input="")
 
 
-@parametrize("row, expected", [
+@cases("row, expected", [
     (dict(conversations=[USER], system="Be brief.") | PAIRED, chat(BRIEF + Q)),
     (dict(conversations=[USER, GPT, USER], chosen=[GPT], rejected="b"), chat(Q + A + Q)),
     (dict(conversations=[USER, *USES], tools=json.dumps(TOOLS)) | PAIRED, chat(Q + USED, tools=TOOLS)),
@@ -156,7 +156,7 @@ def test_columns_are_renamed(run):
 
 # --- Rows that are dropped or told
 
-@parametrize("good, bad, reason", [
+@cases("good, bad, reason", [
     (PAIR, dict(prompt=""), "no prompt"), (chat(), dict(rejected=said(" ")), "an empty answer"),
     (PAIR, dict(chosen=None), "an empty answer"), (PAIR, dict(chosen=PAIR["rejected"]), "equal answers"),
     (chat(), dict(chosen=A + Q), "an answer has a message of the user"),
@@ -168,7 +168,7 @@ def test_rows_that_teach_nothing_are_dropped_and_counted(run, good, bad, reason)
         run([good | bad])
 
 
-@parametrize("note, row", [
+@cases("note, row", [
     ("an answer that begins with its prompt", dict(chosen="The tea was warm.")),
     ("a prompt that ends with an answer", chat(Q + B)),
     ("an answer that is a dialogue", dict(rejected=" b\n\nHuman: Hot?")),
@@ -184,7 +184,7 @@ def test_rows_that_are_kept_but_look_wrong_are_counted(run, note, row):
 
 # --- What is refused
 
-@parametrize("bad, words", [
+@cases("bad, words", [
     (dict(completion="a"), ""), (dict(prompt=False), "prompt has False: .* edit `convert`"),
     (chat(said("q", "human")), "prompt has"), (chat(said([dict(type="text", text=None)], "user")), "prompt has the"),
     ("[1]", ""), (json.dumps(RATED), "is not one of the pairs"), ('{"prompt": "q"}', "is not one of"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from models import MODELS, bad_input, build, parametrize, slow_but
+from models import MODELS, bad_input, build, cases, slow_but
 from runs import ROOT, SCRIPTS, TOKENIZER, arguments, data, finished, run_until, same, save, tiny
 
 
@@ -87,7 +87,7 @@ def whole(name, n_processes):
     return finished(args, in_processes(n_processes, main, args))
 
 
-@parametrize("name", slow_but(["llama-tied", "kto-one-row", "rloo"], [*CASES, *FAMILIES]))
+@cases("name", slow_but(["llama-tied", "kto-one-row", "rloo"], [*CASES, *FAMILIES]))
 def test_two_processes_give_the_run_of_one(name):
     if name == "dpo-bfloat16":  # it rounds otherwise than one process would, but like its reference
         assert whole(name, 2).history[1]["abs_logratio"] == 0
@@ -95,7 +95,7 @@ def test_two_processes_give_the_run_of_one(name):
         assert same(whole(name, 1), whole(name, 2))
 
 
-@parametrize("name", slow_but(["dpo-swap"], CASES))
+@cases("name", slow_but(["dpo-swap"], CASES))
 def test_runs_resume_with_another_number_of_processes(name):
     main, args = flags_of(name, save_every=1)
     for last_step, n in ((1, 2), (2, 1)):
@@ -110,7 +110,7 @@ def main_in(folder, main, args):
         main(args)
 
 
-@parametrize("script", SCRIPTS)
+@cases("script", SCRIPTS)
 def test_processes_with_other_rows_are_refused(script, tmp_path):
     lines = Path(data(script)[0]).read_text().splitlines(keepends=True)
     for rank in (0, 1):

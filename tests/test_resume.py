@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from models import bad_input, build, equal, parametrize
+from models import bad_input, build, equal, cases
 from runs import EACH, FOLDER, REWARDS, SCRIPTS, TIED, arguments, needs_peft, read, run_until, save, without_speed
 
 import dpo
@@ -33,21 +33,19 @@ def start(name, out, **changes):
 
 @cache
 def whole(name):
-    """The folder of a run that nobody interrupts."""
     out = Path(FOLDER.name) / f"whole-{name}"
     start(name, out)
     return out
 
 
 def results(out):
-    """What is equal in equal runs."""
     bits = {path.name: hash(path.read_bytes()) for path in (*out.glob("samples.jsonl"), *(out / "model").iterdir())}
     return {path.name for path in out.iterdir()}, without_speed(read(out / "metrics.jsonl")), bits
 
 
 # --- Runs that die
 
-@parametrize("name, kills", [
+@cases("name, kills", [
     ("dpo", ["replace reference_logprobs.pkl", "append 1", "replace resume-1", "rename .metadata", "learning_rate 2",
              "fsync 4", "rmtree resume-1", "replace resume-3", "replace model"]),
     ("dpo-bfloat16", ["learning_rate 3", "fsync 4"]), ("kto", ["learning_rate 3", "append 1"]),
@@ -60,7 +58,7 @@ def test_resume_after_kills_is_bitwise_equal(name, kills, tmp_path):
 
 
 @pytest.mark.slow
-@parametrize("name", RUNS)
+@cases("name", RUNS)
 def test_resume_from_every_event_is_bitwise_equal(name, tmp_path):
     for n_events in range(1, 99):
         out = tmp_path / str(n_events)
@@ -137,9 +135,10 @@ def test_only_the_same_command_goes_on_in_a_folder(script, tmp_path):
     rows = Path(arguments(script).data).read_text()
     data.write_text(rows)
     out.mkdir()
+    kind = "eval_data" if script == "dpo" else "data"
 
     def go_on(out=out, **changes):
-        SCRIPTS[script].open_folder(out, arguments(script, data=str(data), out=str(out), **changes))
+        SCRIPTS[script].open_folder(out, arguments(script, out=str(out), **{kind: str(data)}, **changes))
 
     def refused(other, **changes):
         (out / "metrics.jsonl").write_text("a line")

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import parametrize
+from models import cases
 from rewards import letter_sum
 from runs import REWARDS, ROOT, TOKENIZER, data, distance, read, run, said, tiny
-from slow_samples import BETA, add_logps, batch_of, model_with_many_ends
+from slow_samples import BETA, add_logps, batch_of, many_ends
 from torch import tensor
 from transformers import AutoModelForCausalLM
 
@@ -17,7 +17,7 @@ import rloo
 import slow_samples
 from rloo import Args, Row, Samples, compute_rewards, leave_one_out, learning_rate, policy_loss, rollout
 
-MODEL = model_with_many_ends()
+MODEL = many_ends()
 NAN = math.nan
 IF_ENDED = (f"{REWARDS}:letters_if_ended",)
 DEMO = dict(model=f"{ROOT}/demo/model", max_new_tokens=12, updates_per_rollout=2, temperature=0.8, beta=BETA)
@@ -42,7 +42,6 @@ def rolled(**changes):
 
 
 def scores_of(samples, args):
-    """The rewards of the tests, (B, k)."""
     scores = tensor([list(map(letter_sum, texts)) for texts in samples.texts])
     return scores.where(samples.ended, NAN) if args.reward[:1] == IF_ENDED else scores
 
@@ -74,7 +73,6 @@ TEXTS = [" soup", " tea"], [" bread", " cake"]
 
 
 def score(*functions, rows=({"prompt": "a"}, {"prompt": "b"})):
-    """Rewards of two samples of each of two prompts."""
     groups = [((1,), [tuple(TOKENIZER(text).input_ids) for text in texts]) for texts in TEXTS]
     samples = Samples(groups, TEXTS, torch.ones(2, 2, 1), tensor([[True, False], [True, True]]), None, None)
     named = {f"f{i}": function for i, function in enumerate(functions)}
@@ -116,19 +114,20 @@ def test_step_without_any_reward_trains_nothing():
         rloo.load_module.cache_clear()  # the function counts its calls
         runs.append(rolled(reward=(f"{REWARDS}:silent_at_step_2",), steps=steps, schedule="constant"))
     one, two = runs
-    assert [values["frac_reward_none"] for values in two.history[1:]] == [0, 1]
+    assert [values["frac_reward_none"] + values["frac_reward_zero_std"] for values in two.history[1:]] == [0, 2]
     assert two.history[2]["reward"] is None and distance(one, two) == 0 < one.history[1]["grad_norm"]
     assert "NaN" not in "".join((two.out / f"{log}.jsonl").read_text() for log in ("metrics", "samples"))
 
 
 # --- Training
 
-@parametrize("changes", [DEMO | dict(reward=IF_ENDED), dict(
+@cases("changes", [DEMO | dict(reward=IF_ENDED), dict(
     ref="live", ref_model=tiny(1), tokens_per_forward=60, rollout_tokens=60, gradient_checkpointing=True, beta=BETA)])
 def test_training_equals_a_slow_loop(changes):
     """The texts that a reward gets have no special tokens."""
     one = rolled(**changes)
     args = one.args
+    assert {samples.mask.shape[1] for samples in one.evaluations} == {1}
     policy, reference = map(AutoModelForCausalLM.from_pretrained, (args.model, args.ref_model or args.model))
     optimizer = torch.optim.AdamW(policy.parameters(), weight_decay=0.0)
     for step, (samples, values) in enumerate(zip(one.steps, one.history[1:], strict=True), start=1):
@@ -183,6 +182,7 @@ def test_steps_0_samples_and_scores_a_frozen_model():
     assert [line["prompt"] for line in lines[::3]] == [row["prompt"] for row in read(data("rloo")[1])]
 
     rewards = scores_of(samples, one.args)
+    assert [line["reward"] for line in lines] == [None if x != x else x for x in rewards.flatten().tolist()]
     batch = batch_of(samples, rewards, *map(AutoModelForCausalLM.from_pretrained, (MODEL, tiny(1))), 0.8)
     kls = [sum(y.old - y.ref).item() for prompt in batch for y in prompt]
     assert values["eval_kl_per_answer"] == pytest.approx(np.mean(kls), abs=1e-4)

@@ -10,7 +10,7 @@ from itertools import chain
 
 import pytest
 import tyro
-from models import logps, parametrize
+from models import logps, cases
 from runs import EACH, ROOT, SCRIPTS
 
 import refcache
@@ -55,7 +55,6 @@ def test_wrong_input_is_one_line(script, capsys, monkeypatch):
 # --- The pages
 
 def blocks(page, language="python"):
-    """The blocks of code of a page."""
     return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
 
 
@@ -82,7 +81,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "out/dpo/model").symlink_to(ROOT / "demo/model")
 
 
-@parametrize("page, number, words", [
+@cases("page, number, words", [
     ("docs/change_it.md", 0, r"6\.93.*e-01"),
     ("docs/change_it.md", 1, r"step 1: loss 0\.693\n(step .*\n){6}step 8: loss 0\.[0-5]")])
 def test_program_of_a_page_runs(folder, page, number, words, capsys):
