@@ -63,7 +63,6 @@ def slow_but(quick, names):
 
 
 def make(name, seed=0, attention=None, **changes):
-    """One of MODELS, in eval mode."""
     model_type, config = MODELS[name]
     return build(model_type, config | changes, seed, attention)
 
@@ -118,5 +117,4 @@ def with_gradients(function, model, groups, **options):
 
 
 def equal(one, two):
-    """Whether two state dicts have the same names and the same bits."""
     return set(one) == set(two) and all(one[name].equal(two[name]) for name in one)

@@ -14,7 +14,6 @@ BETA = 0.3
 
 @cache
 def many_ends():
-    """Its samples have different lengths."""
     model = build("llama", TINY)
     model.generation_config.eos_token_id = list(range(0, len(TOKENIZER), 5))
     return save(model, "many ends")

@@ -239,7 +239,6 @@ def test_reference_moves_and_runs_resume_bitwise(name, script, flags):
 # --- Single answers
 
 def test_sft_is_a_mean_over_tokens_of_good_answers(monkeypatch):
-    """Also of rows without a label, and of pairs."""
     def slow_loss(policy, rows, *_):
         assert sorted(TOKENIZER.decode(row.completion[:-1]) for row in rows) == ["a", "c", "longer"]
         return -torch.cat(logps(policy, [row[:2] for row in rows])).mean()

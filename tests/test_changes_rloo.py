@@ -117,7 +117,6 @@ def record(step):
     ("llama", 4, False, 1), ("llama", 4, False, 12), ("llama", 8, True, 12), ("llama", 8, False, 5),
     ("gpt2", 8, True, 12), ("glm4-moe-buffer", 8, False, 12), ("mamba", 4, False, 1)])  # it has no mask
 def test_graphs_draw_the_same_samples(monkeypatch, name, k, is_copied, stride):
-    """With `stride` tokens per graph."""
     module, recorder = changed("cuda_graph"), MagicMock(side_effect=record)
     monkeypatch.setattr(module, "record", recorder)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)

@@ -4,6 +4,7 @@ from typing import get_args
 import pytest
 import torch
 from models import cases
+from runs import load
 from torch import exp, log, tensor
 
 import dpo
@@ -57,6 +58,11 @@ def test_losses_and_gradients_equal_their_formulas(name):
     assert losses[0].tolist() == pytest.approx(losses[1].tolist())
     gradients = [torch.autograd.grad(loss.sum(), leaves, materialize_grads=True) for loss in losses]
     assert torch.allclose(*map(torch.stack, gradients))
+
+
+def test_a_batch_has_lengths_and_scores_of_its_answers():
+    batch = dpo.compute_batch(load(), [dpo.Row((5,), (6, 7), (8,), (2.0, -0.5))], None)
+    assert [values.item() for values in batch[4:]] == [2, 1, 2, -0.5]
 
 
 def test_metrics_by_hand():

@@ -70,8 +70,9 @@ def slow_run(script, args, begin):
     def kto_loss(batch):
         z = max(0.0, ratios(batch, "other").mean().item())  # no gradient flows through z
         is_desirable = torch.tensor([row.is_desirable for row in batch])
-        rewards = 0.1 * ratios(batch, "completion")
-        utility = torch.sigmoid((rewards - 0.1 * z) * torch.where(is_desirable, 1, -1))
+        beta = args.beta or 0.1
+        rewards = beta * ratios(batch, "completion")
+        utility = torch.sigmoid((rewards - beta * z) * torch.where(is_desirable, 1, -1))
         losses = (1 - utility) * torch.where(is_desirable, args.desirable_weight, args.undesirable_weight)
         margin = rewards[is_desirable].mean() - rewards[~is_desirable].mean()  # NaN: not logged
         return losses.mean(), {"kl": z, "rewards/margins": margin.item()}
@@ -95,7 +96,7 @@ def slow_run(script, args, begin):
 
 @cases("script, changes", [
     ("dpo", dict(weight_decay=2.0, ref="live", ref_model=tiny(1), seed=3)),
-    ("kto", dict(ref="live", ref_model=tiny(1), lr=1e-3, seed=3)),
+    ("kto", dict(ref="live", ref_model=tiny(1), lr=1e-3, seed=3, beta=0.2)),
     ("kto", dict(  # z is positive
         desirable_weight=1.3, undesirable_weight=0.7, weight_decay=2.0, ref_model=tiny(1), lr=1e-3, seed=3)),
     pytest.param("dpo", dict(ref="swap", **LORA), marks=needs_peft)])

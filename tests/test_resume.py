@@ -71,7 +71,6 @@ def test_resume_from_every_event_is_bitwise_equal(name, tmp_path):
 
 
 def test_leftovers_of_kills_do_no_harm(tmp_path):
-    """A folder of the user stays."""
     run_until("learning_rate 3", *command("dpo", tmp_path))
     for name in ("resume-best/.metadata", "resume-9/a", ".model/a", ".resume/__0_0.distcp"):  # three halves
         (tmp_path / name).parent.mkdir()

@@ -31,7 +31,6 @@ def sources(script):
 
 
 def test_functions_of_one_name_are_the_same_text():
-    """An edit that was forgotten in another script would stay there."""
     texts = {script: sources(script) for script in SCRIPTS}
     n_scripts = Counter(chain(*texts.values()))
     assert n_scripts["load_model"] == 3
