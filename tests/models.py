@@ -109,7 +109,7 @@ def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def with_gradients(function, model, groups, **options):
+def values_and_gradients(function, model, groups, **options):
     model.zero_grad()
     logps = flat(function(model, groups, **options))
     (logps * torch.linspace(-1, 1, len(logps), device=logps.device)).sum().backward()  # every token has another weight

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import tyro
-from models import GROUPS, build, gradient, logps, cases, slow, slow_but, with_gradients
+from models import GROUPS, build, gradient, logps, cases, slow, slow_but, values_and_gradients
 from runs import FOLDER, ROOT, SCRIPTS, TINY, TOKENIZER, arguments, load, run_until, said, save, tiny, without_speed
 from slow_losses import LOSSES, all_losses, dpo_loss, masked, of_pairs, orpo
 from torch import tensor
@@ -132,8 +132,8 @@ def test_compiled_model_has_the_same_log_probs_and_gradients(monkeypatch):
     compiled = load(script=changed("compile"), trains=True, gradient_checkpointing=True)
     names = {type(part).__name__ for part in compiled.modules() if part._compiled_call_impl}
     assert names == {"LlamaMLP", "LlamaRMSNorm"}
-    expected = with_gradients(slow, load(trains=True), GROUPS)
-    found = with_gradients(logprobs.completion_logprobs, compiled, GROUPS)
+    expected = values_and_gradients(slow, load(trains=True), GROUPS)
+    found = values_and_gradients(logprobs.completion_logprobs, compiled, GROUPS)
     assert all(map(partial(torch.allclose, atol=1e-4, rtol=1e-4), found, expected))
 
 

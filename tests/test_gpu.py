@@ -1,7 +1,7 @@
 """On a GPU: the numbers of a CPU, the kernel of half precision, pinned memory, and every script in bfloat16."""
 import pytest
 import torch
-from models import GROUPS, ON_CUDA, SAMPLES, build, make, cases, slow, with_gradients
+from models import GROUPS, ON_CUDA, SAMPLES, build, make, cases, slow, values_and_gradients
 from runs import SCRIPTS, TIED, needs_peft, run, save
 from test_references import assert_swap_is_exact
 
@@ -17,14 +17,14 @@ def errors(name, groups, truth):
     model = make(name).cuda().bfloat16()
     enable_shared_prompts(model)
     assert has_shared_prompts(model)
-    logps, grad = (x.cpu() for x in with_gradients(completion_logprobs, model, groups))
+    logps, grad = (x.cpu() for x in values_and_gradients(completion_logprobs, model, groups))
     return (logps - truth[0]).abs().mean(), (grad - truth[1]).norm() / truth[1].norm()
 
 
 @cases("name", [*ON_CUDA, "gemma2-softcaps", "glm4-moe-buffer", "mamba"])
 def test_float32_equals_the_cpu(name):
-    truth = with_gradients(slow, make(name), GROUPS)
-    for x, y in zip(with_gradients(completion_logprobs, make(name).cuda(), GROUPS), truth):
+    truth = values_and_gradients(slow, make(name), GROUPS)
+    for x, y in zip(values_and_gradients(completion_logprobs, make(name).cuda(), GROUPS), truth):
         assert (x.cpu() - y).abs().max() < 1e-4 * y.abs().max().clamp(min=1)
 
 
@@ -34,7 +34,7 @@ def test_bfloat16_kernel_is_as_close_as_the_loop(name, k, monkeypatch):
     kernel = logprobs.varlen_attn
     calls = []
     monkeypatch.setattr(logprobs, "varlen_attn", lambda *args, **options: calls.append(1) or kernel(*args, **options))
-    truth = with_gradients(slow, make(name), SAMPLES[k])  # float32 on the CPU
+    truth = values_and_gradients(slow, make(name), SAMPLES[k])  # float32 on the CPU
     one_kernel = errors(name, SAMPLES[k], truth)
     assert calls
     calls.clear()

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from models import (
     GROUPS, MODELS, ON_CUDA, PADDED, SAMPLES, SMALL, bad_input, build, make, cases, ready, slow,
-    with_gradients)
+    values_and_gradients)
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,15 +24,15 @@ def assert_close(one, two):
 
 def assert_exact(model, **options):
     enable_shared_prompts(model)  # which chooses the attention of Gemma-2
-    truth = with_gradients(slow, model, GROUPS, **options)
-    assert_close(with_gradients(completion_logprobs, model, GROUPS, **options), truth)
+    truth = values_and_gradients(slow, model, GROUPS, **options)
+    assert_close(values_and_gradients(completion_logprobs, model, GROUPS, **options), truth)
 
 
 @cases("name", MODELS)
 def test_shared_rows_equal_one_forward_per_sequence(name):
     model = ready(name)
-    truth = with_gradients(slow, make(name, attention="eager"), GROUPS)
-    assert_close(with_gradients(completion_logprobs, model, GROUPS), truth)
+    truth = values_and_gradients(slow, make(name, attention="eager"), GROUPS)
+    assert_close(values_and_gradients(completion_logprobs, model, GROUPS), truth)
     assert has_shared_prompts(model) == (name not in PADDED)
 
 
@@ -104,8 +104,8 @@ def test_kernel_path_equals_one_forward_per_sequence(name, k, monkeypatch):
     kernel = Kernel(monkeypatch)
     model = ready(name)
     kernel.calls = 0
-    found = with_gradients(completion_logprobs, model, SAMPLES[k])
-    assert_close(found, with_gradients(slow, make(name), SAMPLES[k]))
+    found = values_and_gradients(completion_logprobs, model, SAMPLES[k])
+    assert_close(found, values_and_gradients(slow, make(name), SAMPLES[k]))
     assert kernel.calls == model.config.num_hidden_layers
 
 
