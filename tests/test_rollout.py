@@ -95,3 +95,5 @@ def test_model_that_draws_wrong_tokens_is_refused(dtype, factor, steps, monkeypa
     monkeypatch.setattr(rloo, "draw", lambda logits, *rest: draw(logits * factor, *rest))
     with bad_input("a key-value cache changes its log-probs"):
         rloo.main(arguments("rloo", dtype=dtype, steps=steps))
+    with bad_input("above 0"):
+        rloo.main(arguments("rloo", temperature=0))
