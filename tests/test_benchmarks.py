@@ -30,7 +30,6 @@ def test_benchmark_prints_rows(line, row):
 
 @pytest.mark.slow
 def test_tables_and_pictures_of_results(tmp_path):
-    """Of a model's measurements, and of runs: a metric that is null at a step is left out there."""
     pytest.importorskip("matplotlib")
     table = start("trl_table", ROOT / "benchmarks/smollm2.json", folder="benchmarks")
     assert "| reference pass of `dpo` | " in table

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from models import cases
 from runs import (
-    CALL, CALLING, EACH, PAIR, PLAIN, RATED, ROOT, SCRIPTS, TOOLS, A, Q, adapt, byte_level, chat, load,
-    needs_peft, run, said, tiny)
+    CALL, CALLING, EACH, PAIR, PLAIN, RATED, ROOT, SCRIPTS, TOKENIZER, TOOLS, A, Q, adapt, byte_level, chat, load,
+    needs_peft, read, run, said, tiny)
 from transformers import LlamaConfig
 
 from logprobs import completion_logprobs
@@ -141,23 +141,29 @@ def test_numbers_of_a_page_are_those_of_both_models(script, monkeypatch):
     assert loaded == [finished.model] + [tiny()] * (script == "rloo")  # the others have a cache
 
     expected = []
-    for row in look.load_rows(module, finished.args, finished.out, module.load_tokenizer(finished.model)):
+    rows = look.load_rows(module, finished.args, finished.out, module.load_tokenizer(finished.model))
+    if script == "rloo":
+        ended = [sample["ended"] for sample in read(finished.out / "samples.jsonl")[-3:]]
+        assert [row.answers["after"][-1] == TOKENIZER.eos_token_id for row in rows] == ended
+    for row in rows:
         groups = [(row.prompt, list(row.answers.values()))]
         new, old = (completion_logprobs(load(model), groups)[0] for model in (finished.model, tiny()))
         for x, y in zip(new, old):
             expected += (x - y).tolist()
             assert f" <b>{(x - y).sum():+.2f}</b><p" in page
     assert sorted(values_of(page)) == pytest.approx(sorted(expected), abs=1e-5) and np.ptp(expected) > 0.1
-    assert list(map(float, re.findall(r"<td>([+-]\d+\.\d{5})\b", page))) == values_of(page)  # as a table
+    assert list(map(float, re.findall(r"<td>([+-]\d+\.\d{5})\b", page))) == values_of(page)
 
 
 def test_wrong_rows_come_first():
     page = page_of(run("dpo").out)
+    assert f"<td>{run('dpo').history[-1]['eval_loss']:.3f}" in page
     margins = [float(text) for text in re.findall(r"margin ([+-][\d.]+)", page)]
     assert margins == sorted(margins) and len(margins) == 3 and page.count("wrong</b>") == np.sum(np.less(margins, 0))
     rows = [look.Row((), {}, {}, dict(chosen=np.ones(2), rejected=np.ones(3))),
-            look.Row((), {}, {}, dict(undesirable=np.ones(1))), look.Row((), {}, dict(before=1.5, after=0.5))]
-    assert [row.margin() for row in rows] == [-1] * 3
+            look.Row((), {}, {}, dict(undesirable=np.ones(1))), look.Row((), {}, dict(before=1.5, after=0.5)),
+            look.Row((), {}, dict(before=3, after=None))]
+    assert [row.margin() for row in rows] == [-1, -1, -1, 0]
 
 
 def test_text_of_files_is_escaped_and_nothing_else_is_loaded(tmp_path):

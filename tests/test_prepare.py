@@ -223,7 +223,6 @@ def test_a_prompt_is_held_out_with_all_its_variants(run, tmp_path):
 
 
 def test_it_says_what_was_written_and_for_whom(run, tmp_path):
-    """Fewer than ten prompts are all trained on. Then an older test.jsonl does not stay."""
     for columns, kind in ((PAIR, "pairs, for dpo.py"), (RATED, "rated answers, for kto.py")):
         out = run([columns | row for row in PROMPTS], eval_size=1)[1]
         assert out.endswith(f"out/train.jsonl: 39 {kind}\n{tmp_path}/out/test.jsonl: 1 {kind}\n")

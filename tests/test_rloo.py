@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from models import cases
+from models import bad_input, cases
 from rewards import letter_sum
 from runs import REWARDS, ROOT, TOKENIZER, data, distance, read, run, said, tiny
 from slow_samples import BETA, add_logps, batch_of, many_ends
@@ -53,6 +53,7 @@ def test_advantages_by_hand():
     rewards = tensor([[10.0, 20.0, 60.0, NAN], [0.1, NAN, 0.1, 0.1], [NAN, 5.0, NAN, NAN], [NAN] * 4])
     assert leave_one_out(rewards).tolist() == [[-30, -15, 45, 0], *[[0] * 4] * 3]
     assert not leave_one_out(torch.rand(100, 1).repeat(1, 7)).any()
+    assert leave_one_out(tensor([[0, 1, -math.inf]])).isinf().any()
 
 
 def test_policy_loss_and_gradient_by_hand():
@@ -94,7 +95,6 @@ def test_rewards_of_one_name_have_metrics_of_their_own():
 
 
 def test_each_sample_has_columns_of_its_own():
-    """If a reward changes them, no other sample and no later step sees that."""
     def reward(**columns):
         seen.append(deepcopy(columns))
         return [prompt.append("more") or len(prompt) for prompt in columns["prompts"]]
@@ -102,8 +102,8 @@ def test_each_sample_has_columns_of_its_own():
     seen = []
     a, b, texts = said("a", "user"), said("b", "user"), [*TEXTS[0], *TEXTS[1]]
     for _ in range(2):
-        assert (score(reward, rows=[dict(prompt=a, x=[1]), dict(prompt=b, x=None)])[0] == 2).all()
-    assert seen == 2 * [dict(
+        assert (score(reward, reward, rows=[dict(prompt=a, x=[1]), dict(prompt=b, x=None)])[0] == 4).all()
+    assert seen == 4 * [dict(
         prompts=[a, a, b, b], completions=list(map(said, texts)), completion_ids=TOKENIZER(texts).input_ids,
         ended=[True, False, True, True], x=[[1], [1], None, None])]
 
@@ -172,13 +172,13 @@ def test_metrics_by_hand():
 
 
 def test_steps_0_samples_and_scores_a_frozen_model():
-    """The KL is to --ref_model. Rewards are None unevenly."""
     one = rolled(steps=0, k=3, ref_model=tiny(1), reward=(*IF_ENDED, f"{REWARDS}:silent"), temperature=0.8)
     samples, = one.evaluations
     values, = one.history
     assert not any(p.requires_grad for p in one.policy.parameters()) and not (one.out / "model").exists()
     lines = read(one.out / "samples.jsonl")
     assert [line["completion"] for line in lines] == sum(samples.texts, [])
+    assert [line["ended"] for line in lines] == samples.ended.flatten().tolist()
     assert [line["prompt"] for line in lines[::3]] == [row["prompt"] for row in read(data("rloo")[1])]
 
     rewards = scores_of(samples, one.args)
@@ -198,3 +198,5 @@ def test_steps_0_needs_no_reward_and_no_held_out_file():
     none = rolled(steps=0, k=1, reward=(), eval_data=None)
     assert [line["prompt"] for line in read(none.out / "samples.jsonl")] == [x["prompt"] for x in read(data("rloo")[0])]
     assert none.history[0]["eval_reward"] is None
+    with bad_input("a finished run"):
+        rloo.main(none.args)
